@@ -21,6 +21,8 @@ import holdfast
 from holdfast import CheckpointManager, Checkpoints, Last, SideSaver, load_weights
 from holdfast.data import Buckets, DataRanks, Loader, Mixture, Stream, Weighted
 from holdfast.errors import UsageError
+from holdfast.policy.rule import BySaver
+from holdfast.policy.rules import All
 from holdfast.train import Clip, Counts, Trainer
 
 Wrong = tuple[Any, ...]
@@ -408,7 +410,7 @@ CASES: dict[str, Case] = {
             "num_samples": (0, *NO_COUNT),
         },
     ),
-    "All": Case(of=holdfast.All, call=plain("All"), wrong={}),
+    "All": Case(of=All, call=plain("All"), wrong={}),
     "Last": Case(
         of=holdfast.Last,
         call=plain("Last", n=1),
@@ -427,7 +429,7 @@ CASES: dict[str, Case] = {
     "Within": Case(of=holdfast.Within, call=plain("Within"), wrong={"span": (*NO_INTERVAL, None)}),
     "Budget": Case(of=holdfast.Budget, call=plain("Budget"), wrong={"nbytes": (0, *NO_COUNT)}),
     "ByClass": Case(of=holdfast.ByClass, call=plain("ByClass"), wrong={"remove": ("x", 3, None)}),
-    "BySaver": Case(of=holdfast.BySaver, call=plain("BySaver"), wrong={"rules": (3, None, {})}),
+    "BySaver": Case(of=BySaver, call=plain("BySaver"), wrong={"rules": (3, None, {})}),
     "then_drop": Case(
         of=holdfast.Last.then_drop,
         call=lambda folder, components: holdfast.Last(1).then_drop(*components),

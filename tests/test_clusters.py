@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from holdfast import open_store
 from holdfast.cli.output import Code
 from holdfast.root.catalog import Catalog
+from holdfast.store import open_store
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "clusters"
 UNTIL = 400

@@ -96,6 +96,10 @@ PUBLIC = {
             "testing",
             "train",
         ),
+        # For extensions, such as rules and stores of one's own.
+        *("format.manifest", "store", "store.base"),
+        *(f"policy.{name}" for name in ("clock", "costs", "naming", "retention", "rule", "rules")),
+        *("policy.savers", "policy.triggers"),
     )
 } | {
     f"holdfast.bridges.{name}"

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast import CheckpointManager, Store
+from holdfast import CheckpointManager
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.retention import decide
@@ -27,6 +27,7 @@ from holdfast.policy.rule import Candidate
 from holdfast.policy.rules import Last
 from holdfast.policy.triggers import At
 from holdfast.root.catalog import Catalog
+from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.testing import StoreContract
 from holdfast.train import Callback

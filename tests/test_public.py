@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import holdfast
+import holdfast.testing
 from holdfast import version
 
 SRC = Path(__file__).resolve().parent.parent / "src" / "holdfast"
@@ -24,6 +25,11 @@ def test_every_public_name_resolves_and_is_documented() -> None:
     assert [name for name, value in values.items() if not inspect.getdoc(value)] == []
     homes = {n: v.__module__ for n, v in values.items() if not isinstance(v, ModuleType)}
     assert [name for name, home in homes.items() if not home.startswith("holdfast.")] == []
+
+
+def test_the_public_face_has_at_most_45_names() -> None:
+    """Names that only an extender needs are imported from their own modules."""
+    assert len(holdfast.__all__) <= 45
 
 
 def seen_by_type_checkers(module: ModuleType) -> dict[str, str]:

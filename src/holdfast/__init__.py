@@ -13,16 +13,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast import data as data
     from holdfast import errors as errors
-    from holdfast import events as events
     from holdfast import keys as keys
     from holdfast import sinks as sinks
-    from holdfast import testing as testing
     from holdfast import train as train
     from holdfast.checkpoints import Checkpoints as Checkpoints
     from holdfast.control.on_commit import OnCommit as OnCommit
     from holdfast.control.stop import Stop as Stop
     from holdfast.format.codec import Compression as Compression
-    from holdfast.format.manifest import Timestamp as Timestamp
     from holdfast.interop.lazy import load_file as load_file
     from holdfast.keys import Encryption as Encryption
     from holdfast.loading.cached_store import CachedStore as CachedStore
@@ -31,16 +28,6 @@ if TYPE_CHECKING:
     from holdfast.ownership.tiered_options import Tiered as Tiered
     from holdfast.policy.auto import Auto as Auto
     from holdfast.policy.clock import Time as Time
-    from holdfast.policy.clock import Unit as Unit
-    from holdfast.policy.costs import History as History
-    from holdfast.policy.costs import SaveCost as SaveCost
-    from holdfast.policy.naming import compile_label as compile_label
-    from holdfast.policy.naming import fill_root as fill_root
-    from holdfast.policy.retention import decide as decide
-    from holdfast.policy.rule import BySaver as BySaver
-    from holdfast.policy.rule import Candidate as Candidate
-    from holdfast.policy.rule import Rule as Rule
-    from holdfast.policy.rules import All as All
     from holdfast.policy.rules import Best as Best
     from holdfast.policy.rules import Budget as Budget
     from holdfast.policy.rules import ByClass as ByClass
@@ -49,9 +36,6 @@ if TYPE_CHECKING:
     from holdfast.policy.rules import Hourly as Hourly
     from holdfast.policy.rules import Last as Last
     from holdfast.policy.rules import Within as Within
-    from holdfast.policy.rules import parse_rule as parse_rule
-    from holdfast.policy.savers import Due as Due
-    from holdfast.policy.savers import Saved as Saved
     from holdfast.policy.savers import SavePolicy as SavePolicy
     from holdfast.policy.savers import SideSaver as SideSaver
     from holdfast.policy.triggers import At as At
@@ -59,17 +43,12 @@ if TYPE_CHECKING:
     from holdfast.policy.triggers import AtStart as AtStart
     from holdfast.policy.triggers import Every as Every
     from holdfast.policy.triggers import On as On
-    from holdfast.policy.triggers import Trigger as Trigger
     from holdfast.policy.triggers import WallClock as WallClock
     from holdfast.policy.triggers import When as When
     from holdfast.results import Checkpoint as Checkpoint
     from holdfast.results import PendingSave as PendingSave
     from holdfast.saving.hooks import StateHooks as StateHooks
     from holdfast.state.components import PerRank as PerRank
-    from holdfast.store import open_store as open_store
-    from holdfast.store.base import ObjectInfo as ObjectInfo
-    from holdfast.store.base import Store as Store
-    from holdfast.store.base import check_key as check_key
     from holdfast.store.local.store import LocalStore as LocalStore
     from holdfast.store.memory import MemoryStore as MemoryStore
     from holdfast.store.remote.opening import RemoteOptions as RemoteOptions
@@ -80,7 +59,6 @@ if TYPE_CHECKING:
 
 
 _HOMES = {
-    "All": "holdfast.policy.rules",
     "At": "holdfast.policy.triggers",
     "AtEnd": "holdfast.policy.triggers",
     "AtStart": "holdfast.policy.triggers",
@@ -88,63 +66,43 @@ _HOMES = {
     "Best": "holdfast.policy.rules",
     "Budget": "holdfast.policy.rules",
     "ByClass": "holdfast.policy.rules",
-    "BySaver": "holdfast.policy.rule",
     "CachedStore": "holdfast.loading.cached_store",
-    "Candidate": "holdfast.policy.rule",
     "Checkpoint": "holdfast.results",
     "CheckpointManager": "holdfast.manager",
     "Checkpoints": "holdfast.checkpoints",
     "Compression": "holdfast.format.codec",
     "Daily": "holdfast.policy.rules",
-    "Due": "holdfast.policy.savers",
     "Encryption": "holdfast.keys",
     "Every": "holdfast.policy.triggers",
     "EveryNth": "holdfast.policy.rules",
-    "History": "holdfast.policy.costs",
     "Hourly": "holdfast.policy.rules",
     "Last": "holdfast.policy.rules",
     "LocalStore": "holdfast.store.local.store",
     "MemoryStore": "holdfast.store.memory",
-    "ObjectInfo": "holdfast.store.base",
     "On": "holdfast.policy.triggers",
     "OnCommit": "holdfast.control.on_commit",
     "PendingSave": "holdfast.results",
     "PerRank": "holdfast.state.components",
     "RemoteOptions": "holdfast.store.remote.opening",
     "RemoteStore": "holdfast.store.remote.store",
-    "Rule": "holdfast.policy.rule",
-    "SaveCost": "holdfast.policy.costs",
     "SavePolicy": "holdfast.policy.savers",
-    "Saved": "holdfast.policy.savers",
     "SideSaver": "holdfast.policy.savers",
     "StateHooks": "holdfast.saving.hooks",
     "Stop": "holdfast.control.stop",
-    "Store": "holdfast.store.base",
     "Tiered": "holdfast.ownership.tiered_options",
     "Time": "holdfast.policy.clock",
-    "Timestamp": "holdfast.format.manifest",
-    "Trigger": "holdfast.policy.triggers",
-    "Unit": "holdfast.policy.clock",
     "WallClock": "holdfast.policy.triggers",
     "When": "holdfast.policy.triggers",
     "Within": "holdfast.policy.rules",
     "__version__": "holdfast.version",
-    "check_key": "holdfast.store.base",
-    "compile_label": "holdfast.policy.naming",
     "data": "holdfast",
-    "decide": "holdfast.policy.retention",
     "errors": "holdfast",
-    "events": "holdfast",
-    "fill_root": "holdfast.policy.naming",
     "keys": "holdfast",
     "load_file": "holdfast.interop.lazy",
     "load_weights": "holdfast.weights",
-    "open_store": "holdfast.store",
-    "parse_rule": "holdfast.policy.rules",
     "progress": "holdfast.threads.progress",
     "reading": "holdfast.ownership.access",
     "sinks": "holdfast",
-    "testing": "holdfast",
     "train": "holdfast",
 }
 """Public name → the module that defines it."""

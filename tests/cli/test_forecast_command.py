@@ -11,7 +11,8 @@ from typing import Any
 
 from tests.cli.roots import Result, flip, folder_of
 
-from holdfast import Best, Candidate, Encryption, Last, Rule, SavePolicy, keys
+from holdfast import Best, Encryption, Last, SavePolicy, keys
+from holdfast.policy.rule import Candidate, Rule
 from runs import new_run
 
 Command = Callable[..., Result]

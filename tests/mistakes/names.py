@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
+from holdfast.policy.rule import BySaver
 
 THEME = Theme("Names and values")
 case = THEME.case
@@ -56,7 +57,7 @@ def _(user: User) -> None:
 
 @case('`holdfast.BySaver({"wieghts": …})`', names="wieghts")
 def _(user: User) -> None:
-    user.manager(keep=holdfast.BySaver({"wieghts": holdfast.Last(3)}))
+    user.manager(keep=BySaver({"wieghts": holdfast.Last(3)}))
 
 
 @case("`keep=holdfast.Budget(500)`, meant as gigabytes", names="500")

@@ -43,7 +43,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="a-failure-waits-for-the-other-ranks",
         promise="R38: a rank that failed is named at once",
         file="ranks/c10d.py",
-        before="if isinstance(said, Failure) or num_posts == self.world_size:",
+        before="if isinstance(said, RankFailure) or num_posts == self.world_size:",
         after="if num_posts == self.world_size:",
         near=("tests/ranks/test_contract.py",),
     ),

@@ -54,11 +54,12 @@ def _refusals(root: str) -> list[str]:
     """What comes of a save, of a deletion and of a put, each in the root and in a new one."""
     import holdfast
     from holdfast.errors import UnsupportedStore
+    from holdfast.store import open_store
 
     said = []
     for where in (root, root + "-new"):
         manager = holdfast.CheckpointManager(where, {"model": torch.nn.Linear(4, 4)})
-        store = holdfast.open_store(where)
+        store = open_store(where)
         for call in (
             lambda manager=manager: manager.resume() or manager.save(step=9).wait(),
             lambda store=store: store.put("a", b"b"),

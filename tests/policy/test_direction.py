@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast import Best, Rule, errors
+from holdfast import Best, errors
 from holdfast.policy.direction import direction
+from holdfast.policy.rule import Rule
 from holdfast.policy.rules import parse_rule
 
 LOW = "loss val/loss eval_loss valLoss testloss val_ppl perplexity MSE top5_error dice_loss nll WER"

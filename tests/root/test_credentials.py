@@ -10,13 +10,14 @@ import holdfast
 from holdfast.cli.app import app
 from holdfast.errors import UsageError
 from holdfast.root.address import split_source
+from holdfast.store import open_store
 
 SECRETS = ("s3://AKIA:hunter2@bucket/run", "gs://hunter2@bucket/run@latest", "s3://A:hunter2@b")
 
 
 @pytest.mark.parametrize("url", SECRETS)
 def test_a_url_with_credentials_is_refused_without_showing_them(url: str) -> None:
-    calls: list[Any] = [holdfast.load_weights, holdfast.load_file, holdfast.open_store]
+    calls: list[Any] = [holdfast.load_weights, holdfast.load_file, open_store]
     calls.append(lambda given: holdfast.CheckpointManager(given, {}))
     for call in calls:
         with pytest.raises(UsageError) as refused:

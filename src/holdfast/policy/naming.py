@@ -140,8 +140,9 @@ def expect_filled(root: str) -> None:
     match = _NAME_IN_BRACES.search(root)
     if match is not None:
         raise UsageError(
-            f"root={root!r}: {match[0]} is not filled in a root. Pass "
-            f"holdfast.fill_root({root!r}, run_name=…), which fills run_name and the ranks"
+            f"root={root!r}: {match[0]} is not filled in a root. "
+            f"Pass holdfast.policy.naming.fill_root({root!r}, run_name=…), which fills run_name "
+            "and the ranks"
         )
 
 

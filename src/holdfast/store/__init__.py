@@ -36,7 +36,7 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
         return where
     raise UsageError(
         f"root {where!r}: must be a path, a URL or a store. The class of a store of your own "
-        "subclasses holdfast.Store"
+        "subclasses holdfast.store.base.Store"
     )
 
 

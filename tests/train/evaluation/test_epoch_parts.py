@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from torch.optim.lr_scheduler import StepLR
 
-from holdfast import CheckpointManager, MemoryStore, SavePolicy, SideSaver, Timestamp
+from holdfast import CheckpointManager, MemoryStore, SavePolicy, SideSaver
 from holdfast.data import Loader
 from holdfast.errors import UsageError
+from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import parse
 from holdfast.policy.triggers import At, Every
 from holdfast.root.catalog import Catalog
