@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from holdfast.errors import Disconnected
 from holdfast.manager import CheckpointManager
-from holdfast.ranks.coordinator import Collected, Coordinator, Exchange, Failure, Transfer
+from holdfast.ranks.coordinator import Collected, Coordinator, Exchange, RankFailure, RankTransfer
 from holdfast.ranks.waiting import Watch
 from holdfast.testing.faulty import Stopped
 from holdfast.testing.ranks import ThreadCoordinator
@@ -151,7 +151,7 @@ class Breaking(Coordinator):
         self.inner.post(tag, data, timeout_s=timeout_s)
 
     @override
-    def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
+    def fail(self, tag: str, failure: RankFailure, *, timeout_s: float) -> None:
         if not self.died.is_set():
             self.inner.fail(tag, failure, timeout_s=timeout_s)
 
@@ -186,6 +186,6 @@ class BreakingExchange(Exchange):
         self,
         sends: Sequence[tuple[int, memoryview]],
         receives: Sequence[tuple[int, memoryview]],
-    ) -> Transfer:
+    ) -> RankTransfer:
         self._meet("begin", "a transfer")
         return self._inner.begin(sends, receives)

@@ -23,7 +23,7 @@ from holdfast.encryption import store
 from holdfast.format import envelope, layout, suites
 from holdfast.format.suites import Cipher, FileCipher
 from holdfast.maintenance import preflight, rotate_keys
-from holdfast.results import Seen
+from holdfast.results import KnownCommit
 
 _REAL_HKDF = suites.hkdf
 _REAL_PUT = rotate_keys.put_box
@@ -171,7 +171,7 @@ MUTANTS: list[tuple[str, Any, str, Any, Callable[[], None]]] = [
         partial(OLD_KEYS, ConnectionError("no")),
     ),
     ("R36: the order", rotate_keys, "put_box", old_ones_first, STOPS),
-    ("R37: what was seen", Seen, "expect", nothing, SEEN),
+    ("R37: what was seen", KnownCommit, "expect", nothing, SEEN),
 ]
 
 

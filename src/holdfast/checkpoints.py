@@ -13,7 +13,7 @@ from holdfast.errors import UsageError
 from holdfast.events import Sink, log_event
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.keys import Encryption
-from holdfast.ownership.tiered_options import Rules, Tiered
+from holdfast.ownership.tiered_options import Tiered, TierRules
 from holdfast.policy.best import BestRule, best_rules_of
 from holdfast.policy.clock import Time
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
@@ -103,7 +103,7 @@ class Checkpoints:
     one host read faster from its page cache than from each other."""
 
     def __post_init__(self) -> None:
-        Rules.of(self.root, self.keep, self.savers)
+        TierRules.of(self.root, self.keep, self.savers)
         policies_of(self.every, self.savers)
         compile_label(self.label, run_name=self.run_name)
         _ = self.memory_budget_nbytes
@@ -168,7 +168,7 @@ class Checkpoints:
         Raises:
             UsageError: savers, `keep` or `compress` name others.
         """
-        Rules.of(self.root, self.keep, self.savers, components)
+        TierRules.of(self.root, self.keep, self.savers, components)
         choices(self.compress, components)
 
     def __repr__(self) -> str:
@@ -183,5 +183,5 @@ def best_rules(checkpoints: Checkpoints) -> tuple[BestRule, ...]:
     """
     if checkpoints.root is None:
         return ()
-    rules = Rules.of(checkpoints.root, checkpoints.keep, checkpoints.savers)
+    rules = TierRules.of(checkpoints.root, checkpoints.keep, checkpoints.savers)
     return best_rules_of((rules.remote, rules.local), checkpoints.savers)

@@ -21,7 +21,7 @@ from holdfast.arguments import checked, escaped
 from holdfast.checkpoints import Checkpoints, OnExisting
 from holdfast.checkpoints import best_rules as best_saves_of
 from holdfast.control import exits
-from holdfast.control.external_events import Asked, outside_of
+from holdfast.control.external_events import SaveRequests, outside_of
 from holdfast.control.on_commit import CommitFunction, OnCommit, commands_of
 from holdfast.control.save_requests import POLL_S, Requests
 from holdfast.control.stop import Stop
@@ -37,33 +37,33 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.events import Emitter, Sink, log_event
-from holdfast.format.manifest import Timestamp, Watched
+from holdfast.format.manifest import Timestamp, WatchedMetric
 from holdfast.keys import Encryption
 from holdfast.loading.distributed import applying
-from holdfast.loading.optional_components import Sides
+from holdfast.loading.optional_components import MissingComponentPolicy
 from holdfast.loading.result import ScriptSettings, loaded
 from holdfast.loading.search import (
+    CheckpointSearch,
     LoadCandidate,
     LoadOptions,
-    Reader,
     Rename,
     Search,
     Unhealthy,
 )
-from holdfast.maintenance.housekeeping import FollowingChores, ManagerChores, Tuning
-from holdfast.maintenance.preflight import Beginning, look
+from holdfast.maintenance.housekeeping import FollowingChores, IntervalMeasurements, PostSaveTasks
+from holdfast.maintenance.preflight import FirstSaveChecks, look
 from holdfast.ownership.annotations import checked_metrics, checked_reasons, checked_tags
 from holdfast.ownership.owner import left_s
 from holdfast.ownership.pinning import Marking
 from holdfast.ownership.process import liveness, this_process
 from holdfast.ownership.tiered_catalog import catalog_of
-from holdfast.ownership.tiered_options import Rules, Tiered
+from holdfast.ownership.tiered_options import Tiered, TierRules
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
 from holdfast.policy.rule import Rule, SaveClass
 from holdfast.policy.rules import best_rules
 from holdfast.policy.savers import Due, SavePolicy, SideSaver
-from holdfast.policy.schedule import Schedule, together
+from holdfast.policy.schedule import SaveSchedule, together
 from holdfast.policy.texts import policy_of
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
@@ -75,16 +75,16 @@ from holdfast.results import Checkpoint, CheckpointList, PendingSave, describe, 
 from holdfast.root.catalog import Entry
 from holdfast.saving.call_counter import Calls, counted
 from holdfast.saving.compression import Compress, Compressing, choices
-from holdfast.saving.distributed import Together
+from holdfast.saving.distributed import DistributedSaves
 from holdfast.saving.environment import environment
 from holdfast.saving.hooks import StateHooks
 from holdfast.saving.numerics import differences, numerics
-from holdfast.saving.participants import JointSave
-from holdfast.saving.progress_counters import Counters, Moments
+from holdfast.saving.participants import SaveParticipant
+from holdfast.saving.progress_counters import Counters, ProgressClock
 from holdfast.saving.save import SaveRequest
 from holdfast.saving.saver import Saver
 from holdfast.saving.script_warnings import ScriptWarnings
-from holdfast.saving.settings_history import History
+from holdfast.saving.settings_history import SettingsHistory
 from holdfast.saving.step_boundary import StepBoundary
 from holdfast.saving.validated import ValidatedSaves
 from holdfast.staging.device import refuse_capture
@@ -231,7 +231,7 @@ class CheckpointManager(Marking):
         checkpoints = Checkpoints.of(root, options)
         if checkpoints.root is None:
             raise UsageError("root=None: a CheckpointManager needs a root to save in")
-        rules = Rules.of(checkpoints.root, checkpoints.keep, checkpoints.savers, {*state, RNG})
+        rules = TierRules.of(checkpoints.root, checkpoints.keep, checkpoints.savers, {*state, RNG})
         compressions = choices(checkpoints.compress, {*state, RNG})
         self._emit = Emitter((*checkpoints.sinks, *commands_of(checkpoints.on_commit)))
         length = None if max_duration is None else parse(max_duration, what="max_duration")
@@ -242,7 +242,7 @@ class CheckpointManager(Marking):
         if not self._ranks.is_leader:
             self._emit.leave_reports()
         is_shared = self._ranks.world_size > 1
-        self._schedule = Schedule(
+        self._schedule = SaveSchedule(
             checkpoints.every, checkpoints.savers, max_duration=length, is_shared=is_shared
         )
         self._catalog = catalog_of(checkpoints.root, self._emit, checkpoints.encrypt)
@@ -268,7 +268,7 @@ class CheckpointManager(Marking):
             timeout_s=checkpoints.save_timeout_s,
             leads=self._ranks.is_leader,
         )
-        self._together = Together(
+        self._together = DistributedSaves(
             self._ranks,
             timeout_s=checkpoints.save_timeout_s,
             look=partial(look, self.store, self._ranks.rank, self._emit),
@@ -276,8 +276,8 @@ class CheckpointManager(Marking):
             may_wait=isinstance(checkpoints.root, Tiered)
             and checkpoints.root.options.max_lag is not None,
         )
-        self._moments = Moments(self._catalog, self._schedule, counters, self._emit)
-        self._beginning = Beginning(
+        self._moments = ProgressClock(self._catalog, self._schedule, counters, self._emit)
+        self._beginning = FirstSaveChecks(
             self._catalog, self._owner, rules, self._emit, preflight=checkpoints.preflight
         )
         self._applying = applying(
@@ -288,7 +288,9 @@ class CheckpointManager(Marking):
             timeout_s=checkpoints.save_timeout_s,
             broadcasts=checkpoints.broadcast,
         )
-        self._tuning = Tuning(self.store, self._owner, self._emit, self._schedule.auto)
+        self._tuning = IntervalMeasurements(
+            self.store, self._owner, self._emit, self._schedule.auto
+        )
         self._outside = outside_of(
             self._ranks,
             Requests(self.store, emit=self._emit),
@@ -309,7 +311,7 @@ class CheckpointManager(Marking):
             memory_budget=self._memory_budget,
             overlap=self._overlap,
             compressing=Compressing(compressions, self._emit),
-            chores=(ManagerChores if self._ranks.is_leader else FollowingChores)(
+            chores=(PostSaveTasks if self._ranks.is_leader else FollowingChores)(
                 self, self._owner, self._housekeeper, self._uploads, self._tuning
             ),
         )
@@ -332,7 +334,7 @@ class CheckpointManager(Marking):
             is_leader=self._ranks.is_leader,
         )
         self._best = tuple(
-            Watched(metric=rule.metric, mode=rule.mode)
+            WatchedMetric(metric=rule.metric, mode=rule.mode)
             for rule in best_rules(rules.remote, rules.local)
         )
         self._policy = policy_of(
@@ -341,7 +343,7 @@ class CheckpointManager(Marking):
             self._schedule,
             replaces=replaces,
         )
-        self._history = History(config, world_size=self._ranks.world_size)
+        self._history = SettingsHistory(config, world_size=self._ranks.world_size)
         self._warnings = ScriptWarnings(self.store.url, state, self._emit)
         self._boundary = StepBoundary(state, self._emit)
         self._knows_exceptions = not self._schedule.asks_for("exception")
@@ -619,7 +621,7 @@ class CheckpointManager(Marking):
             edit=self._hooks.edit_load,
             in_place=in_place,
             is_grown=not strict,
-            sides=Sides.of(self.state, new, without, self._hooks.one_sided),
+            sides=MissingComponentPolicy.of(self.state, new, without, self._hooks.one_sided),
         )
         search = Search(
             reader,
@@ -732,7 +734,7 @@ class CheckpointManager(Marking):
             verify=verify,
             edit=edit if edit is not None else self._hooks.edit_load,
             in_place=in_place,
-            sides=Sides.of(self.state, new, without, self._hooks.one_sided),
+            sides=MissingComponentPolicy.of(self.state, new, without, self._hooks.one_sided),
         )
         reader, script = self._reader(), ScriptSettings(self.state, override)
         self._catalog.look_again()
@@ -912,7 +914,7 @@ class CheckpointManager(Marking):
             self._hooks.save_begun(pending)
         return pending
 
-    def _wait_for_uploads(self, now: Timestamp, joint: JointSave) -> None:
+    def _wait_for_uploads(self, now: Timestamp, joint: SaveParticipant) -> None:
         """Wait while uploads lag too far behind.
 
         With one process an error of uploads is raised after the save (`_raise_upload_error`), as a
@@ -948,7 +950,7 @@ class CheckpointManager(Marking):
         due: Due,
         measured: Mapping[str, float],
         unhealthy: tuple[str, ...],
-        joint: JointSave,
+        joint: SaveParticipant,
         is_awaited: bool,
     ) -> PendingSave:
         # The previous save's arenas are needed; its housekeeping must end only for a preflight.
@@ -1024,7 +1026,7 @@ class CheckpointManager(Marking):
 
     def _save_as_asked(
         self,
-        asked: Asked,
+        asked: SaveRequests,
         now: Timestamp,
         due: Due,
         metrics: Mapping[str, float] | None,
@@ -1091,7 +1093,7 @@ class CheckpointManager(Marking):
     def _home(self, entry: Entry) -> Store:
         return self._catalog.home(entry.folder)
 
-    def _reader(self) -> Reader:
+    def _reader(self) -> CheckpointSearch:
         return self._applying.reader(
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,

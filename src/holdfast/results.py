@@ -267,7 +267,7 @@ _TEXT = re.compile(r"([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{32})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class KnownCommit:
     """Order and save id of a known commit, to detect at resume that the root was rolled back."""
 
     order: tuple[int, int]
@@ -293,11 +293,11 @@ def seen_text(order: tuple[int, int], save_id: str) -> str:
     return f"{order[0]:04d}-{order[1]:06d}-{save_id}"
 
 
-def parse_seen(text: str | None) -> Seen | None:
+def parse_seen(text: str | None) -> KnownCommit | None:
     """Parse the text that `seen_text` returned; None for None."""
     if text is None:
         return None
     match = _TEXT.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise UsageError(f"seen={text!r}: must be the `seen` of a Checkpoint")
-    return Seen(order=(int(match[1]), int(match[2])), save_id=match[3])
+    return KnownCommit(order=(int(match[1]), int(match[2])), save_id=match[3])

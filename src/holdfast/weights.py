@@ -20,7 +20,7 @@ from holdfast.interop.opening import open_source
 from holdfast.interop.reading import pieces
 from holdfast.interop.source import Source, lost_tensors
 from holdfast.keys import Encryption
-from holdfast.loading.search import LoadOptions, Reader, Rename
+from holdfast.loading.search import CheckpointSearch, LoadOptions, Rename
 from holdfast.ownership.access import located
 from holdfast.ownership.leases import KeptEntry
 from holdfast.results import Checkpoint, describe
@@ -132,7 +132,7 @@ def load_weights(
     threads = Threads()
     try:
         with _located(source, which, encrypt) as (store, kept):
-            reader = Reader(
+            reader = CheckpointSearch(
                 catalog=Catalog(store),
                 state={component: model},
                 threads=threads,

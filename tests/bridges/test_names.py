@@ -32,7 +32,7 @@ CLASSES = {
         "lightning.pytorch.plugins.io.CheckpointIO",
         {"load_checkpoint", "remove_checkpoint", "save_checkpoint", "teardown"},
     ),
-    "transformers.run.Run": (
+    "transformers.run.TransformersRun": (
         "transformers.TrainerCallback",
         {"on_epoch_end", "on_evaluate", "on_prediction_step", "on_step_end", "on_train_begin"},
     ),

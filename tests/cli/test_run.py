@@ -14,7 +14,7 @@ import pytest
 from tests.cli.roots import Result
 
 from holdfast.cli.app import app
-from holdfast.cli.supervisor import FORWARDED, Limits
+from holdfast.cli.supervisor import FORWARDED, RestartLimits
 from holdfast.policy.clock import parse
 from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
@@ -193,7 +193,7 @@ def test_a_wrong_call_is_refused_before_anything_runs(
 
 def test_the_defaults_on_the_command_line_are_those_of_the_supervisor() -> None:
     defaults: dict[Any, Any] = {item.name: item.default for item in app.commands["run"].params}
-    limits = Limits()
+    limits = RestartLimits()
     assert defaults["requeue_code"] == limits.requeue_code
     assert defaults["max_failures"] == limits.max_failures
     assert parse(defaults["backoff"]).value == limits.backoff_s

@@ -20,7 +20,7 @@ from holdfast.cli.supervisor import (
     ChildEnding,
     ChildLife,
     ChildProcess,
-    Limits,
+    RestartLimits,
     Supervised,
     SupervisionOutcome,
     supervise,
@@ -74,19 +74,19 @@ class Script:
     def head(self) -> int | None:
         return next(self._steps)
 
-    def supervised(self, limits: Limits, **options: object) -> Supervised:
+    def supervised(self, limits: RestartLimits, **options: object) -> Supervised:
         return supervise(self, limits, dice=Zeros(), **options)  # type: ignore[arg-type]
 
 
 def test_a_success_is_the_end() -> None:
-    result = Script([DONE]).supervised(Limits())
+    result = Script([DONE]).supervised(RestartLimits())
     assert (result.outcome, result.code, len(result.lives)) == (SupervisionOutcome.FINISHED, 0, 1)
     assert result.lives[0].restart_in_s is None
 
 
 def test_it_gives_up_after_so_many_lives_without_progress() -> None:
     script = Script([CRASH] * 9, steps=[None, 10, 10, 10, 10])
-    result = script.supervised(Limits(max_failures=3), head=script.head)
+    result = script.supervised(RestartLimits(max_failures=3), head=script.head)
     assert result.outcome is SupervisionOutcome.GAVE_UP
     assert [life.has_progressed for life in result.lives] == [True, False, False, False]
     assert [life.failures for life in result.lives] == [0, 1, 2, 3]
@@ -95,7 +95,7 @@ def test_it_gives_up_after_so_many_lives_without_progress() -> None:
 
 def test_progress_resets_the_count_and_the_pause() -> None:
     script = Script([CRASH] * 6 + [DONE], steps=[0, 0, 0, 5, 5, 5, 9, 12])
-    result = script.supervised(Limits(max_failures=3), head=script.head)
+    result = script.supervised(RestartLimits(max_failures=3), head=script.head)
     assert result.outcome is SupervisionOutcome.FINISHED
     assert [life.failures for life in result.lives] == [1, 2, 0, 1, 2, 0, 0]
     assert script.pauses == [1.0, 2.0, 1.0, 1.0, 2.0, 1.0]
@@ -104,19 +104,19 @@ def test_progress_resets_the_count_and_the_pause() -> None:
 def test_the_same_steps_again_are_no_progress() -> None:
     """A run that falls back to 900, saves 1000 once more and crashes does not do so for ever."""
     script = Script([CRASH] * 9, steps=[1000, 900, 1000, 900, 1000])
-    result = script.supervised(Limits(max_failures=4), head=script.head)
+    result = script.supervised(RestartLimits(max_failures=4), head=script.head)
     assert (result.outcome, len(result.lives)) == (SupervisionOutcome.GAVE_UP, 4)
 
 
 def test_a_root_that_cannot_be_seen_for_a_while_is_no_progress_and_no_loss() -> None:
     script = Script([CRASH] * 3 + [DONE], steps=[5, None, 5, 7, 7])
-    result = script.supervised(Limits(), head=script.head)
+    result = script.supervised(RestartLimits(), head=script.head)
     assert [life.has_progressed for life in result.lives] == [False, False, True, False]
 
 
 def test_without_a_root_a_long_life_is_progress() -> None:
     script = Script([CRASH] * 9, seconds=[10, 600, 10, 599])
-    result = script.supervised(Limits(max_failures=2))
+    result = script.supervised(RestartLimits(max_failures=2))
     assert [life.has_progressed for life in result.lives] == [False, True, False, False]
     assert [life.ending.duration_s for life in result.lives] == [10, 600, 10, 599]
 
@@ -135,13 +135,13 @@ def test_without_a_root_a_long_life_is_progress() -> None:
 def test_these_endings_are_not_followed_by_another_life(
     ending: ChildEnding, outcome: SupervisionOutcome, code: int
 ) -> None:
-    result = Script([ending]).supervised(Limits())
+    result = Script([ending]).supervised(RestartLimits())
     assert (result.outcome, result.code, len(result.lives)) == (outcome, code, 1)
 
 
 def test_the_code_for_a_requeue_can_be_another() -> None:
     script = Script([ChildEnding(returncode=75), ChildEnding(returncode=85)])
-    result = script.supervised(Limits(requeue_code=85))
+    result = script.supervised(RestartLimits(requeue_code=85))
     assert (result.outcome, result.code, len(result.lives)) == (SupervisionOutcome.REQUEUE, 85, 2)
 
 
@@ -150,13 +150,13 @@ def test_the_trainer_asks_for_a_requeue_with_the_code_that_is_expected() -> None
 
 
 def test_a_signal_between_two_lives_is_the_end() -> None:
-    result = Script([CRASH, CRASH], signals=[None, 15]).supervised(Limits())
+    result = Script([CRASH, CRASH], signals=[None, 15]).supervised(RestartLimits())
     assert (result.outcome, result.code, len(result.lives)) == (SupervisionOutcome.STOPPED, 143, 2)
 
 
 def test_a_command_that_cannot_be_started_any_more_is_a_failure() -> None:
     script = Script([CRASH, ChildEnding(returncode=None, error="no memory")])
-    result = script.supervised(Limits(max_failures=2))
+    result = script.supervised(RestartLimits(max_failures=2))
     assert (result.outcome, str(result.lives[-1].ending)) == (
         SupervisionOutcome.GAVE_UP,
         "not started: no memory",
@@ -165,7 +165,7 @@ def test_a_command_that_cannot_be_started_any_more_is_a_failure() -> None:
 
 def test_each_life_is_told_when_it_ends() -> None:
     told: list[ChildLife] = []
-    result = Script([CRASH, DONE]).supervised(Limits(), tell=told.append)
+    result = Script([CRASH, DONE]).supervised(RestartLimits(), tell=told.append)
     assert tuple(told) == result.lives
 
 
@@ -178,7 +178,7 @@ def test_each_life_is_told_when_it_ends() -> None:
 def test_a_pause_is_within_its_bounds(
     failures: int, first_s: float, longest_s: float, jitter: float
 ) -> None:
-    limits = Limits(backoff_s=first_s, backoff_max_s=longest_s)
+    limits = RestartLimits(backoff_s=first_s, backoff_max_s=longest_s)
     longest, shorter = limits.pause_s(failures, 0.0), limits.pause_s(failures, jitter)
     assert longest / 2 <= shorter <= longest <= longest_s
     assert longest <= limits.pause_s(failures + 1, 0.0)
@@ -193,7 +193,7 @@ def test_it_always_ends_after_so_many_lives_for_each_checkpoint(
 ) -> None:
     endless = iter([*steps, *[steps[-1]] * 100])
     script = Script([CRASH] * 200, steps=endless)
-    result = script.supervised(Limits(max_failures=most), head=script.head)
+    result = script.supervised(RestartLimits(max_failures=most), head=script.head)
     assert result.outcome is SupervisionOutcome.GAVE_UP
     assert len(result.lives) <= most * (len({step for step in steps if step is not None}) + 1)
 
@@ -212,7 +212,7 @@ def test_it_always_ends_after_so_many_lives_for_each_checkpoint(
 )
 def test_wrong_limits_are_refused_by_name(options: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(options))):
-        Limits(**options)  # type: ignore[arg-type]
+        RestartLimits(**options)  # type: ignore[arg-type]
 
 
 # From here on: real processes.
@@ -246,7 +246,7 @@ def test_a_real_child_is_started_again_until_it_succeeds(tmp_path: object) -> No
     script = f"import os\nos.chdir({str(tmp_path)!r})\n"
     script += "open(str(len(os.listdir())), 'x')\nos._exit(0 if len(os.listdir()) == 3 else 7)"
     with ChildProcess([sys.executable, "-S", "-c", script], grace_s=1) as process:
-        result = supervise(process, Limits(backoff_s=0))
+        result = supervise(process, RestartLimits(backoff_s=0))
     assert [life.ending.returncode for life in result.lives] == [7, 7, 0]
     assert all(life.ending.duration_s > 0 for life in result.lives)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.control import agreement as agreement
-from holdfast.control.agreement import AgreedSaves
+from holdfast.control.agreement import SaveStepAgreement
 from holdfast.errors import RanksError, RanksFailed, RanksSilent
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.testing.ranks import ThreadCoordinator
@@ -38,7 +38,7 @@ def on_all(ranks: Sequence[Coordinator], rank: Callable[[Coordinator], Got]) -> 
         return list(threads.map(rank, ranks))
 
 
-def look_on(agreed: AgreedSaves) -> None:
+def look_on(agreed: SaveStepAgreement) -> None:
     """Call `look` until it returns a wish."""
     while agreed.look() is None:
         pass
@@ -66,7 +66,7 @@ def test_all_ranks_get_each_wish_once_and_at_the_same_call(
     def looped(coordinator: Coordinator) -> Got:
         speed = random.Random(f"{seed} {coordinator.rank}")
         pauses = [0.0, 0.0, 0.0005, 0.003][: speed.randint(1, 4)]
-        agreed = AgreedSaves(coordinator, timeout_s=PATIENCE_S, warn=print)
+        agreed = SaveStepAgreement(coordinator, timeout_s=PATIENCE_S, warn=print)
         waiting, got, count = list(wishes), [], 0
         while len(got) < len(wishes):
             count += 1
@@ -89,7 +89,8 @@ def test_all_ranks_get_each_wish_once_and_at_the_same_call(
 def test_a_rank_waits_for_a_slow_one_only_at_the_position_it_promised() -> None:
     """The slow one makes no call: its thread answers for it, and the leader goes on."""
     leader, follower = (
-        AgreedSaves(r, timeout_s=PATIENCE_S, warn=print) for r in ThreadCoordinator.for_ranks(2)
+        SaveStepAgreement(r, timeout_s=PATIENCE_S, warn=print)
+        for r in ThreadCoordinator.for_ranks(2)
     )
     follower.look()
     leader.look()
@@ -109,7 +110,7 @@ def silent(ranks: list[ThreadCoordinator]) -> None:
 
 def closed(ranks: list[ThreadCoordinator]) -> None:
     """The follower was closed before it was asked."""
-    agreed = AgreedSaves(ranks[1], timeout_s=PATIENCE_S, warn=print)
+    agreed = SaveStepAgreement(ranks[1], timeout_s=PATIENCE_S, warn=print)
     agreed.look()
     agreed.close()
 
@@ -124,7 +125,7 @@ def test_a_lost_rank_is_named_in_all_others_at_the_deadline(
     def run(coordinator: Coordinator) -> Got:
         if coordinator.rank == 1:
             return []
-        agreed = AgreedSaves(coordinator, timeout_s=PATIENCE_S, warn=print)
+        agreed = SaveStepAgreement(coordinator, timeout_s=PATIENCE_S, warn=print)
         agreed.look()
         if coordinator.is_leader:
             agreed.ask(b"wish", timeout_s=BRIEF_S)
@@ -139,7 +140,7 @@ def test_a_lost_rank_is_named_in_all_others_at_the_deadline(
 
 def test_a_follower_whose_leader_is_lost_raises_at_its_promise() -> None:
     leader, follower = ThreadCoordinator.for_ranks(2)
-    agreed = AgreedSaves(follower, timeout_s=BRIEF_S, warn=print)
+    agreed = SaveStepAgreement(follower, timeout_s=BRIEF_S, warn=print)
     agreed.look()
     leader.announce(f"question 0 of agreement {leader.number()}", b"where", timeout_s=1)
     with pytest.raises(RanksSilent, match="rank 0"):
@@ -149,7 +150,7 @@ def test_a_follower_whose_leader_is_lost_raises_at_its_promise() -> None:
 
 def test_threads_end_when_the_leader_is_closed() -> None:
     agreed = [
-        AgreedSaves(rank, timeout_s=PATIENCE_S, warn=print)
+        SaveStepAgreement(rank, timeout_s=PATIENCE_S, warn=print)
         for rank in ThreadCoordinator.for_ranks(3)
     ]
     for each in agreed:
@@ -165,5 +166,5 @@ def test_threads_end_when_the_leader_is_closed() -> None:
 def test_one_rank_starts_no_thread() -> None:
     (alone,) = ThreadCoordinator.for_ranks(1)
     before = threading.active_count()
-    assert AgreedSaves(alone, timeout_s=PATIENCE_S, warn=print).look() is None
+    assert SaveStepAgreement(alone, timeout_s=PATIENCE_S, warn=print).look() is None
     assert threading.active_count() == before

@@ -16,7 +16,7 @@ import warm
 from distributed.run import run_ranks
 from holdfast.errors import Disconnected, RanksFailed
 from holdfast.ranks.c10d import C10d, open_group
-from holdfast.ranks.coordinator import Failure
+from holdfast.ranks.coordinator import RankFailure
 from ranks.together import client, new_server
 
 PATIENCE_S = 60.0
@@ -56,7 +56,7 @@ def fail_in_rank_1(rank: int) -> str:
     """What the leader says of a rank that fails while another one is busy."""
     coordinator = C10d.of_default_group()
     if rank == 1:
-        coordinator.fail("save", Failure("fsync", "OSError: I/O error"), timeout_s=PATIENCE_S)
+        coordinator.fail("save", RankFailure("fsync", "OSError: I/O error"), timeout_s=PATIENCE_S)
     if not coordinator.is_leader:
         return coordinator.hear("save", timeout_s=PATIENCE_S).decode()
     try:

@@ -25,8 +25,8 @@ from holdfast.format.manifest import Aborted
 from holdfast.keys import PrivateKey, SecretKey, ServiceKey
 from holdfast.maintenance.rotate_keys import rotate
 from holdfast.maintenance.verify import verify_root
-from holdfast.ranks.alone import Alone
-from holdfast.ranks.coordinator import Collected, Coordinator, Failure
+from holdfast.ranks.alone import SingleProcess
+from holdfast.ranks.coordinator import Collected, Coordinator, RankFailure
 from holdfast.ranks.waiting import Watch
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import mark_aborted
@@ -65,7 +65,7 @@ class Recording(Coordinator):
         self.inner.post(tag, self._carry(tag, data), timeout_s=timeout_s)
 
     @override
-    def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
+    def fail(self, tag: str, failure: RankFailure, *, timeout_s: float) -> None:
         self._carry(tag, msgspec.msgpack.encode(failure))
         self.inner.fail(tag, failure, timeout_s=timeout_s)
 
@@ -89,7 +89,7 @@ def recording(num_ranks: int) -> tuple[list[Recording], list[bytes]]:
 
 def resume_on(num_ranks: int, store: Store, **options: Any) -> list[dict[str, bytes]]:
     """Resume on so many ranks, from other bits; the bits of each rank afterwards."""
-    ranks = [Alone()] if num_ranks == 1 else ThreadCoordinator.for_ranks(num_ranks)
+    ranks = [SingleProcess()] if num_ranks == 1 else ThreadCoordinator.for_ranks(num_ranks)
 
     def work(member: Member) -> dict[str, bytes]:
         with torch.no_grad():
@@ -518,14 +518,14 @@ def test_a_message_of_another_rank_is_not_taken_for_that_of_this_one() -> None:
 
 def test_a_failure_arrives_as_it_was_said_and_a_forged_one_is_none() -> None:
     pair = Pair()
-    failure = Failure("writing", "disk full")
+    failure = RankFailure("writing", "disk full")
     pair.follower.fail("one", failure, timeout_s=60)
     assert pair.leader.collect("one", timeout_s=60).failed == {1: failure}
     pair.leader.fail("two", failure, timeout_s=60)
     with pytest.raises(errors.RanksFailed, match="rank 0, in writing: disk full"):
         pair.follower.hear("two", timeout_s=60)
     assert not [message for message in pair.log if b"disk" in message or b"writing" in message]
-    said = Failure("an encrypted message, which a rank without `encrypt` cannot read", "AAAA")
+    said = RankFailure("an encrypted message, which a rank without `encrypt` cannot read", "AAAA")
     pair.ways[1].fail("three", said, timeout_s=60)
     failed = pair.leader.collect("three", timeout_s=60).failed
     assert failed[1].reason == "its message is not encrypted with the leader's key: give " + (
@@ -538,7 +538,7 @@ def test_a_rank_without_the_key_says_nothing_but_why() -> None:
     ways, log = recording(2)
     leader, follower = encrypted(ways[0], SEALS), encrypted(ways[1], OTHER)
     leader.announce("first", b"", timeout_s=60)
-    follower.fail("round", Failure(f"phase of {CANARY}", CANARY), timeout_s=60)
+    follower.fail("round", RankFailure(f"phase of {CANARY}", CANARY), timeout_s=60)
     failure = leader.collect("round", timeout_s=60).failed[1]
     assert failure.phase == "opening the key of the ranks' messages"
     assert "WrongKey" in failure.reason
@@ -562,7 +562,7 @@ def test_what_a_service_says_is_in_the_error_of_its_rank_only() -> None:
     leader.announce("first", b"", timeout_s=60)
     with pytest.raises(errors.KeyUnavailable, match=CANARY):
         follower.hear("first", timeout_s=60)
-    follower.fail("round", Failure("phase", "reason"), timeout_s=60)
+    follower.fail("round", RankFailure("phase", "reason"), timeout_s=60)
     failure = leader.collect("round", timeout_s=60).failed[1]
     assert failure.reason == "KeyUnavailable: its keys are service kms; its own error says why"
     assert not [message for message in log if CANARY.encode() in message]
@@ -632,7 +632,7 @@ def test_a_box_of_the_leader_that_is_damaged_is_an_error() -> None:
 
 
 def test_one_rank_or_no_key_is_as_before() -> None:
-    alone, (leader, _) = Alone(), ThreadCoordinator.for_ranks(2)
+    alone, (leader, _) = SingleProcess(), ThreadCoordinator.for_ranks(2)
     assert encrypted(alone, SEALS) is alone
     assert encrypted(leader, None) is leader
     assert leader.number() == 1  # counted as on a rank that encrypts

@@ -120,7 +120,7 @@ def test_a_counter_within_something_that_is_none_is_refused(name: str, value: An
 
 def test_metrics_settings_and_changes_come_back_and_are_left_out_where_there_are_none() -> None:
     later = {
-        "best": (manifest.Watched(metric="val/loss", mode="min"),),
+        "best": (manifest.WatchedMetric(metric="val/loss", mode="min"),),
         "config": {"lr": "0.1"},
         "changes": (manifest.Change(epoch=2, step=5, what=("lr: 0.1 → 0.2",)),),
         "policy": manifest.RunPolicy(

@@ -35,7 +35,7 @@ from holdfast.format.nodes import EnumValue
 from holdfast.maintenance.verify import verify_root
 from holdfast.manager import CheckpointManager
 from holdfast.root.catalog import Catalog
-from holdfast.staging.image import Image
+from holdfast.staging.image import FileImage
 from holdfast.staging.stage import Stager
 from holdfast.state.capture.capture import capture
 from holdfast.store.local import LocalStore
@@ -419,7 +419,7 @@ def written(state: dict[str, Any]) -> dict[str, bytes]:
     workers.close()
     files = {f"{name}-00000.json": tree for name, tree in staged.trees.items()}
     for image in staged.all_files:
-        assert isinstance(image, Image)
+        assert isinstance(image, FileImage)
         files[image.file.name] = bytes(image.arena.memory)
     return files
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.source import LeftOut, Source, SourceComponent
 from holdfast.state.leaves import DTYPE_NAMES
 
 ARRAYS = {"uint8": "U8", "uint32": "U32", "float32": "F32", "float64": "F64", "int64": "I64"}
@@ -35,7 +35,7 @@ class GivenSource(Source):
         self._bytes: dict[tuple[str, str], bytes] = {}
         self.parts = {name: self._part(name, *one) for name, one in components.items()}
 
-    def _part(self, name: str, kind: str, value: Any) -> Part:
+    def _part(self, name: str, kind: str, value: Any) -> SourceComponent:
         specs: dict[str, TensorSpec] = {}
         keys: dict[int, str] = {}
 
@@ -58,7 +58,7 @@ class GivenSource(Source):
                 return type(node)(lower(one, f"{path}.{at}") for at, one in enumerate(node))
             return node
 
-        return Part(kind=kind, tree=lower(value, ""), specs=specs)
+        return SourceComponent(kind=kind, tree=lower(value, ""), specs=specs)
 
     @override
     def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:

@@ -25,8 +25,8 @@ from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.interop import export_checkpoint
 from holdfast.interop.exporting.export import Export, ExportOptions
-from holdfast.interop.renaming import Rules
-from holdfast.interop.source import Part
+from holdfast.interop.renaming import RenameRules
+from holdfast.interop.source import SourceComponent
 from holdfast.store.base import proof_of
 
 EVERY_DTYPE = (
@@ -48,7 +48,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def write(source: GivenSource, out: Path, to: Any, **options: Any) -> Any:
-    return Export(source, ExportOptions(to=to, rename=Rules(), **options)).write(out)
+    return Export(source, ExportOptions(to=to, rename=RenameRules(), **options)).write(out)
 
 
 def model_of(values: dict[str, Any], **others: Any) -> GivenSource:
@@ -283,7 +283,7 @@ def test_of_two_exports_to_one_output_the_second_is_refused(tmp_path: Path, to: 
 def test_without_room_for_all_nothing_is_written(tmp_path: Path) -> None:
     source = GivenSource({}, step=1)
     specs = {"w": TensorSpec("w", "U8", (2**60,))}  # more than any disk has
-    source.parts["model"] = Part(kind="module", tree={"w": TensorRef("w")}, specs=specs)
+    source.parts["model"] = SourceComponent(kind="module", tree={"w": TensorRef("w")}, specs=specs)
     with pytest.raises(StoreError, match=r"takes 1,152,921,504,606,.* Nothing was written"):
         write(source, tmp_path / "out", "safetensors")
     assert not any(tmp_path.iterdir())

@@ -19,7 +19,7 @@ from holdfast.errors import CorruptData, UnsupportedState, UsageError
 from holdfast.interop import import_checkpoint
 from holdfast.interop.importing import ImportPlan, commit_import, plan_import
 from holdfast.interop.opening import open_source
-from holdfast.interop.renaming import Rules
+from holdfast.interop.renaming import RenameRules
 from holdfast.interop.source import LeftOut
 from holdfast.maintenance.verify import verify_root
 from holdfast.root.catalog import Catalog
@@ -247,7 +247,7 @@ def test_adam_of_an_old_torch_is_named_when_the_user_says_which_one() -> None:
 
 def test_names_follow_the_rules_in_the_model_and_in_its_optimizer(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(3, 4))
-    plan = plan_of(model, trained(model, model.parameters()), rename=Rules([("0", "fc")]))
+    plan = plan_of(model, trained(model, model.parameters()), rename=RenameRules([("0", "fc")]))
     assert [*plan.taken["model"].tree] == ["fc.weight", "fc.bias"]
     assert plan.taken["optimizer"].tree["groups"] == [["fc.weight", "fc.bias"]]
 
@@ -260,7 +260,7 @@ def test_an_optimizer_with_names_in_place_of_numbers_keeps_them() -> None:
     state["state"] = dict(zip(names, state["state"].values(), strict=True))
     state["param_groups"][0]["params"] = names
     assert plan_of(model, state).taken["optimizer"].tree["groups"] == [names]
-    plan = plan_of(model, state, rename=Rules([("1", "fc")]))
+    plan = plan_of(model, state, rename=RenameRules([("1", "fc")]))
     assert plan.taken["optimizer"].tree["groups"] == [["fc.weight", "fc.bias"]]
     state["param_groups"][0]["params"] = ["1.weight", "2.bias"]
     state["state"] = {}

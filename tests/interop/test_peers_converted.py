@@ -15,7 +15,7 @@ from holdfast.interop.exporting.export import Export, ExportOptions
 from holdfast.interop.importing import commit_import, plan_import
 from holdfast.interop.opening import open_source
 from holdfast.interop.optimizers import is_torch_form, numbered
-from holdfast.interop.renaming import Rules
+from holdfast.interop.renaming import RenameRules
 from holdfast.interop.source import Source
 from holdfast.maintenance.verify import verify_root
 from holdfast.store.local import LocalStore
@@ -88,7 +88,7 @@ def test_what_a_peer_wrote_is_the_same_in_a_run_and_in_a_file_of_torch(
     assert verify_root(LocalStore(tmp_path / "run")).ok
     with open_source(str(tmp_path / "run")) as run:
         assert {name: repr(values(run, name)) for name in run.parts} == expected
-        done = Export(run, ExportOptions(to="pt", rename=Rules())).write(tmp_path / "all.pt")
+        done = Export(run, ExportOptions(to="pt", rename=RenameRules())).write(tmp_path / "all.pt")
         models = {name for name, part in run.parts.items() if part.kind == "module"}
     written = torch.load(tmp_path / "all.pt", weights_only=True)
     with open_source(str(tmp_path / "all.pt")) as again:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.interop.renaming import Rules, read_rules
+from holdfast.interop.renaming import RenameRules, read_rules
 
 
 @pytest.mark.parametrize(
@@ -26,16 +26,16 @@ from holdfast.interop.renaming import Rules, read_rules
     ],
 )
 def test_a_rule_renames(rule: tuple[str, str], name: str, expected: str) -> None:
-    assert Rules([rule])(name) == expected
+    assert RenameRules([rule])(name) == expected
 
 
 def test_the_first_rule_that_matches_is_taken() -> None:
-    rules = Rules([("a.x", "y"), ("a", "b")])
+    rules = RenameRules([("a.x", "y"), ("a", "b")])
     assert [rules(name) for name in ("a.x", "a.z")] == ["y", "b.z"]
 
 
 def test_rules_that_match_nothing_are_named_together() -> None:
-    rules = Rules([("a", "b"), ("c", "d"), ("e.**", "**")])
+    rules = RenameRules([("a", "b"), ("c", "d"), ("e.**", "**")])
     rules("a")
     with pytest.raises(UsageError, match=r"(?s)c: nothing.*e\.\*\*: nothing"):
         rules.expect_used()
@@ -43,13 +43,13 @@ def test_rules_that_match_nothing_are_named_together() -> None:
 
 def test_two_names_that_become_one_are_refused() -> None:
     with pytest.raises(UsageError, match=r"model\.a and model\.b both become 'c'"):
-        Rules([("a", "c"), ("b", "c")]).table(["a", "b"], "model")
+        RenameRules([("a", "c"), ("b", "c")]).table(["a", "b"], "model")
 
 
 @pytest.mark.parametrize("rule", [("a.*", "b"), ("a", "b.**"), ("*.**", "**.*"), ("", "b")])
 def test_stars_must_be_the_same_on_both_sides(rule: tuple[str, str]) -> None:
     with pytest.raises(UsageError, match="same stars"):
-        Rules([rule])
+        RenameRules([rule])
 
 
 def test_rules_are_read_from_texts_and_files(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from allranks import Breaking, Member, all_of, on_ranks, save_on
 from holdfast import Checkpoints, Encryption, PerRank, errors
 from holdfast.keys import SecretKey
 from holdfast.loading import distributed as together_module
-from holdfast.ranks.alone import Alone
+from holdfast.ranks.alone import SingleProcess
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
@@ -77,7 +77,11 @@ def saved(num_ranks: int, **options: Any) -> MemoryStore:
         with large.manager(store, **options) as manager:
             manager.save(1).wait()
 
-    all_of(on_ranks(ThreadCoordinator.for_ranks(num_ranks) if num_ranks > 1 else [Alone()], work))
+    all_of(
+        on_ranks(
+            ThreadCoordinator.for_ranks(num_ranks) if num_ranks > 1 else [SingleProcess()], work
+        )
+    )
     return store
 
 
@@ -303,7 +307,7 @@ def test_one_rank_alone_loads_as_without() -> None:
             assert found is not None
             return found.step
 
-    assert all_of(on_ranks([Alone()], work)) == [2]
+    assert all_of(on_ranks([SingleProcess()], work)) == [2]
 
 
 def test_what_needs_other_memory_is_refused() -> None:

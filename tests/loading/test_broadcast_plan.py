@@ -8,14 +8,14 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import given
 
-from holdfast.loading.broadcast_plan import Runs, Turn, runs_of, turns_of, windows
+from holdfast.loading.broadcast_plan import BlockTurn, Runs, runs_of, turns_of, windows
 from holdfast.loading.plan import BlockId
 
 BLOCKS = [(file, number) for file in ("a", "b") for number in range(6)]
 _ranks = st.lists(st.frozensets(st.sampled_from(BLOCKS)), min_size=2, max_size=6)
 
 
-def planned(of_ranks: list[frozenset[BlockId]]) -> list[list[Turn]]:
+def planned(of_ranks: list[frozenset[BlockId]]) -> list[list[BlockTurn]]:
     """The turns of each rank, whose needs are given; one without needs has read all."""
     runs = [runs_of(sorted(blocks)) for blocks in of_ranks]
     needs: list[Runs] = [*dict.fromkeys(of for of in runs if of)]

@@ -17,7 +17,7 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.loading.columns import FreshTensors, UnreadTensors
 from holdfast.loading.plan import Packed, Wanted
 from holdfast.staging.arena import Arena
-from holdfast.state.planning.copying import LARGE_NBYTES, LazyTensors, Unread
+from holdfast.state.planning.copying import LARGE_NBYTES, LazyTensors, UnreadTensor
 from holdfast.store.local import LocalStore
 
 FILES = {"a": 4096 * 3, "b": 4096 * 2}
@@ -32,7 +32,7 @@ class Files:
         self.bytes = {name: noise.integers(0, 255, n, np.uint8) for name, n in FILES.items()}
         self.num_alone = 0
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
+    def copy(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
         """One by one."""
         self.num_alone += len(pairs)
         for live, unread in pairs:
@@ -90,7 +90,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def values(stored: Any) -> Tensor:
-    found: Tensor = stored.read() if isinstance(stored, Unread) else stored
+    found: Tensor = stored.read() if isinstance(stored, UnreadTensor) else stored
     return found
 
 

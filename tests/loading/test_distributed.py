@@ -11,7 +11,7 @@ import torch
 
 from allranks import Breaking, Member, all_of, on_ranks, save_on
 from holdfast import errors
-from holdfast.ranks.alone import Alone
+from holdfast.ranks.alone import SingleProcess
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.root.catalog import Catalog
 from holdfast.saving.hooks import StateHooks
@@ -23,7 +23,7 @@ from holdfast.testing.ranks import ThreadCoordinator
 
 
 def coordinators(num_ranks: int) -> Sequence[Coordinator]:
-    return [Alone()] if num_ranks == 1 else ThreadCoordinator.for_ranks(num_ranks)
+    return [SingleProcess()] if num_ranks == 1 else ThreadCoordinator.for_ranks(num_ranks)
 
 
 def newest(store: Store) -> str:

@@ -16,8 +16,8 @@ from each import each
 from holdfast import CheckpointManager, StateHooks, Tiered
 from holdfast.errors import MismatchError, NoUsableCheckpoint, UsageError
 from holdfast.keys import Encryption, SecretKey
-from holdfast.loading.optional_components import Sides
-from holdfast.loading.search import LoadOptions, Reader
+from holdfast.loading.optional_components import MissingComponentPolicy
+from holdfast.loading.search import CheckpointSearch, LoadOptions
 from holdfast.root.catalog import Catalog
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import FaultyStore
@@ -200,8 +200,8 @@ def test_a_hook_allows_what_it_likes(tmp_path: Path) -> None:
     "options",
     [
         ({}, True),
-        ({"sides": Sides(new=["ema"])}, True),
-        ({"sides": Sides(without=["old"])}, False),
+        ({"sides": MissingComponentPolicy(new=["ema"])}, True),
+        ({"sides": MissingComponentPolicy(without=["old"])}, False),
         ({"verify": False}, False),
     ],
 )
@@ -212,7 +212,7 @@ def test_what_was_not_read_is_no_proof(options: tuple[dict[str, Any], bool]) -> 
     old = {"old": extra()} if "sides" in given and given["sides"].without else {}
     saved(store, state=old)
     ema = {"ema": extra()} if "sides" in given and given["sides"].new else {}
-    reader = Reader(
+    reader = CheckpointSearch(
         catalog=Catalog(store), state=new_run(3).state | ema, threads=Threads(), timeout_s=60.0
     )
     found = reader.named("latest", LoadOptions(**given))

@@ -29,7 +29,7 @@ from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorSpec
 from holdfast.keys import Encryption, SecretKey
 from holdfast.loading import pipeline
-from holdfast.loading.apply import Applying
+from holdfast.loading.apply import CheckpointApplier
 from holdfast.loading.tensor_reader import TensorReader
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.claim import is_closed
@@ -37,7 +37,7 @@ from holdfast.ownership.tiered_options import Tiered
 from holdfast.root.catalog import Catalog
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.modules import ModulePlan
-from holdfast.state.planning.copying import Unread
+from holdfast.state.planning.copying import UnreadTensor
 from holdfast.store.local import LocalStore
 from holdfast.store.local import reads as localreads
 from holdfast.store.local.reads import OpenFile, Seen, fill_cached, is_at_hand
@@ -560,13 +560,13 @@ def test_a_foreign_reader_keeps_what_it_reads_until_it_has_read_it(
 ) -> None:
     bits = saved(tmp_path, steps=1)
     live, leases = Large(seed=2), []
-    copy = Applying._apply
+    copy = CheckpointApplier._apply
 
-    def looked(self: Applying, *args: Any, **named: Any) -> None:
+    def looked(self: CheckpointApplier, *args: Any, **named: Any) -> None:
         leases.append(len([*tmp_path.glob("readers/*.json")]))
         copy(self, *args, **named)
 
-    monkeypatch.setattr(Applying, "_apply", looked)
+    monkeypatch.setattr(CheckpointApplier, "_apply", looked)
     with live.manager(tmp_path) as manager:
         manager.load(in_place=True)
     assert live.bits() == bits[0]
@@ -881,7 +881,7 @@ def test_named_checkpoints_are_read_in_place_from_the_other_tier_too(tmp_path: P
 def test_a_tensor_that_no_memory_can_hold_is_told_so() -> None:
     """R29: whoever claims a tensor of a petabyte gets an error of ours, and not one of torch."""
     spec = TensorSpec("x", "F32", (2**48,))
-    unread = Unread(
+    unread = UnreadTensor(
         source=NothingToRead(), spec=spec, file="m-0.safetensors", start=0, nbytes=2**50
     )
     with pytest.raises(OutOfMemory, match=r"m-0\.safetensors: 1125899906842624 bytes"):
@@ -891,5 +891,5 @@ def test_a_tensor_that_no_memory_can_hold_is_told_so() -> None:
 class NothingToRead:
     """A source of which nothing is read."""
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
+    def copy(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
         raise AssertionError("nothing is to be read")

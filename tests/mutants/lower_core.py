@@ -591,8 +591,8 @@ OTHERS = (
         name="ranks-save-where-some-have-passed",
         promise="R38: ranks get a wish at the same call",
         file="control/agreement.py",
-        before="agreed = _Place(max(decoded(",
-        after="agreed = _Place(min(decoded(",
+        before="agreed = _AgreedStep(max(decoded(",
+        after="agreed = _AgreedStep(min(decoded(",
         near=("tests/control/test_agreement.py",),
     ),
     Mutant(

@@ -12,7 +12,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.policy.rule import BySaver
 from holdfast.policy.rules import Last
 from holdfast.policy.savers import Due, SavePolicy, SideSaver, combined_rule
-from holdfast.policy.schedule import Schedule, covers, together
+from holdfast.policy.schedule import SaveSchedule, covers, together
 from holdfast.policy.triggers import At, AtEnd, Every, On, When
 
 WEIGHTS = SideSaver("weights", every="2step", components=["model"], keep=Last(9))
@@ -22,7 +22,7 @@ def at(step: int) -> Timestamp:
     return Timestamp(step=step, wall_s=float(step))
 
 
-def played(schedule: Schedule, last: int, first: int = 1) -> dict[int, Due]:
+def played(schedule: SaveSchedule, last: int, first: int = 1) -> dict[int, Due]:
     """The saves of a training, by their steps."""
     found = {}
     for step in range(first, last + 1):
@@ -35,7 +35,7 @@ def played(schedule: Schedule, last: int, first: int = 1) -> dict[int, Due]:
 
 def test_each_saver_keeps_its_own_time_and_one_save_holds_all() -> None:
     """A4: one save a step, with all that is wanted."""
-    saves = played(Schedule("3step", [WEIGHTS]), 7)
+    saves = played(SaveSchedule("3step", [WEIGHTS]), 7)
     assert {step: due.savers for step, due in saves.items()} == {
         2: ("weights",),
         3: ("main",),
@@ -62,7 +62,7 @@ def test_the_highest_class_wins_and_all_reasons_are_told() -> None:
 
 def test_two_side_savers_share_one_checkpoint_of_both_their_components() -> None:
     average = SideSaver("average", every="4step", components=["ema", "model"])
-    due = played(Schedule(None, [WEIGHTS, average]), 4)[4]
+    due = played(SaveSchedule(None, [WEIGHTS, average]), 4)[4]
     assert due.components == ("model", "ema")
     assert due.savers == ("weights", "average")
 
@@ -70,10 +70,10 @@ def test_two_side_savers_share_one_checkpoint_of_both_their_components() -> None
 def test_a_resume_rebuilds_where_each_saver_last_saved() -> None:
     """D34, D54: cadences go on from what the records say."""
     hours = SideSaver("weights", every="5s", components=["model"])
-    straight = Schedule("4step", [hours])
+    straight = SaveSchedule("4step", [hours])
     expected = played(straight, 20)
     for cut in (4, 8, 12):
-        resumed = Schedule("4step", [hours])
+        resumed = SaveSchedule("4step", [hours])
         records = [
             make_manifest(savers=due.savers, save_class=due.save_class, timestamp=at(step))
             for step, due in sorted(expected.items(), reverse=True)
@@ -86,7 +86,7 @@ def test_a_resume_rebuilds_where_each_saver_last_saved() -> None:
 
 @pytest.mark.parametrize("event", ["signal", "demand"])
 def test_somebody_who_asks_gets_a_whole_save_whatever_the_policy(event: str) -> None:
-    bare, weights = Schedule(None), Schedule("100step", [WEIGHTS])
+    bare, weights = SaveSchedule(None), SaveSchedule("100step", [WEIGHTS])
     assert bare.due(at(1), events=["step", event]) == Due("permanent", event)  # type: ignore[list-item]
     due = weights.due(at(2), events=["step", event])  # type: ignore[list-item]
     assert due is not None
@@ -96,20 +96,20 @@ def test_somebody_who_asks_gets_a_whole_save_whatever_the_policy(event: str) -> 
 
 
 def test_a_part_saved_by_hand_puts_nothing_off() -> None:
-    schedule = Schedule("2step")
+    schedule = SaveSchedule("2step")
     schedule.began(Due("permanent", "manual", components=("model",)), at(2))
     assert schedule.due(at(2)) == Due("permanent", "every 2step")
 
 
 def test_what_is_asked_for_is_of_the_lowest_class_unless_a_trigger_says_more() -> None:
-    two = Schedule(SavePolicy(permanent="10step", ephemeral="2step"))
+    two = SaveSchedule(SavePolicy(permanent="10step", ephemeral="2step"))
     assert two.due(at(1), events=["step", "signal"]) == Due("ephemeral", "signal")
-    says = Schedule(SavePolicy(permanent=On("signal"), ephemeral="2step"))
+    says = SaveSchedule(SavePolicy(permanent=On("signal"), ephemeral="2step"))
     assert says.due(at(1), events=["step", "signal"]) == Due("permanent", "signal")
 
 
 def test_what_is_wanted_is_saved_once_with_its_own_reason() -> None:
-    schedule = Schedule("2step", [WEIGHTS])
+    schedule = SaveSchedule("2step", [WEIGHTS])
     final = schedule.due(at(2), wanted=Due("permanent", "final", tags=("end",)))
     assert final == Due(
         "permanent",
@@ -138,7 +138,7 @@ def test_a_save_covers_what_is_less() -> None:
         (lambda: SideSaver("w", every="1h", components="model"), "components"),
         (lambda: SideSaver("w", every="1", components=["model"]), "unit"),
         (lambda: SideSaver("w", every="1h", components=["model"], keep=3), "keep"),  # type: ignore[arg-type]
-        (lambda: Schedule(None, [WEIGHTS, WEIGHTS]), "two are named"),
+        (lambda: SaveSchedule(None, [WEIGHTS, WEIGHTS]), "two are named"),
         (lambda: combined_rule(None, [WEIGHTS], ["optimizer"]), "does not have"),
         (lambda: combined_rule(None, ["weights"], ["model"]), "SideSaver"),  # type: ignore[list-item]
     ],
@@ -156,22 +156,22 @@ def test_the_rules_of_all_savers_are_one_rule() -> None:
 
 
 def test_who_asks_under_a_veto_gets_a_permanent_one() -> None:
-    schedule = Schedule(SavePolicy(permanent="100step", ephemeral="10step"))
+    schedule = SaveSchedule(SavePolicy(permanent="100step", ephemeral="10step"))
     for event in ("signal", "demand"):
         assert schedule.due(at(1), events=[event]) == Due("ephemeral", event)
         assert schedule.due(at(1), events=[event], vetoes={"merging"}) == Due("permanent", event)
 
 
 def test_a_part_by_hand_is_nobodys_in_the_manifest_too() -> None:
-    schedule = Schedule("3step", [WEIGHTS])
+    schedule = SaveSchedule("3step", [WEIGHTS])
     assert schedule.savers_of(Due("permanent", "manual", components=("model",))) == ()
     assert schedule.savers_of(Due("permanent", "manual")) == ("main",)
-    assert Schedule("3step").savers_of(Due("permanent", "manual")) == ()
+    assert SaveSchedule("3step").savers_of(Due("permanent", "manual")) == ()
 
 
 @pytest.mark.parametrize("sides", [[], [WEIGHTS]])
 def test_a_part_that_is_wanted_takes_the_place_of_no_whole_one(sides: list[SideSaver]) -> None:
-    schedule = Schedule("3step", sides)
+    schedule = SaveSchedule("3step", sides)
     part = Due("permanent", "manual", components=("model",))
     alone = schedule.due(at(1), wanted=part)
     assert alone == part
@@ -182,7 +182,7 @@ def test_a_part_that_is_wanted_takes_the_place_of_no_whole_one(sides: list[SideS
 
 
 def test_a_save_that_failed_or_was_not_begun_is_due_again() -> None:
-    schedule = Schedule("3step", [WEIGHTS])
+    schedule = SaveSchedule("3step", [WEIGHTS])
     assert played(schedule, 5).keys() == {2, 3, 4}
     schedule.failed()
     again = schedule.due(at(5))
@@ -221,7 +221,7 @@ def test_a_save_that_failed_or_was_not_begun_is_due_again() -> None:
 )
 def test_it_is_known_until_when_nothing_can_be_due(every: Any, step: int, first: int) -> None:
     """And what is said to be quiet really is, step by step."""
-    schedule = Schedule(every)
+    schedule = SaveSchedule(every)
     assert schedule.quiet_until(at(step)) == first
     schedule.stand_on(at(step), [])
     for later in range(step + 1, min(first, step + 20)):
@@ -231,7 +231,9 @@ def test_it_is_known_until_when_nothing_can_be_due(every: Any, step: int, first:
 def test_ranks_decide_alike_by_counters_and_the_leader_by_its_clock() -> None:
     """What the clock decides is due by the leader alone, also an ephemeral save that cools down."""
     policy = SavePolicy(permanent="4step", ephemeral=Every("2step"), cooldown="3s")
-    shared = Schedule(policy, [SideSaver("fast", every="1s", components=["model"])], is_shared=True)
+    shared = SaveSchedule(
+        policy, [SideSaver("fast", every="1s", components=["model"])], is_shared=True
+    )
     assert shared.due(at(2)) is None
     due = shared.due_by_leader(at(2))
     assert due == Due("permanent", "every 2step, fast every 1s", savers=("main", "fast"))
@@ -240,6 +242,8 @@ def test_ranks_decide_alike_by_counters_and_the_leader_by_its_clock() -> None:
 
 
 def test_triggers_that_are_not_known_to_be_alike_are_left_to_the_leader() -> None:
-    schedule = Schedule(When(lambda *_: True, "always") | On("epoch") | At("1step"), is_shared=True)
+    schedule = SaveSchedule(
+        When(lambda *_: True, "always") | On("epoch") | At("1step"), is_shared=True
+    )
     assert schedule.due(at(1)) == Due("permanent", "at 1step")
     assert schedule.due_by_leader(at(1)) == Due("permanent", "always")

@@ -22,7 +22,7 @@ from holdfast.policy.rules import (
     Within,
 )
 from holdfast.policy.savers import SavePolicy, SideSaver
-from holdfast.policy.schedule import Schedule
+from holdfast.policy.schedule import SaveSchedule
 from holdfast.policy.texts import policies_of, policy_of, rule_of, rule_text
 from holdfast.policy.triggers import AtEnd, AtStart, Every, On, When
 
@@ -77,7 +77,7 @@ def recorded(every: Any, *sides: SideSaver, length: str | None = None) -> Any:
     from holdfast.policy.clock import parse
 
     whole = None if length is None else parse(length, what="length")
-    schedule = Schedule(every, sides, max_duration=whole)
+    schedule = SaveSchedule(every, sides, max_duration=whole)
     return policy_of(Last(1), None, schedule, replaces=False), schedule
 
 
@@ -96,7 +96,7 @@ def recorded(every: Any, *sides: SideSaver, length: str | None = None) -> Any:
 def test_intervals_are_read_back(every: Any, texts: dict[str, str]) -> None:
     policy, _ = recorded(every)
     assert policy.every == {"main": texts}
-    again = Schedule(policies_of(policy.every)["main"])
+    again = SaveSchedule(policies_of(policy.every)["main"])
     assert policy_of(Last(1), None, again, replaces=False).every == policy.every
 
 

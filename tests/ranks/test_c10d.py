@@ -29,7 +29,7 @@ from holdfast.errors import (
 from holdfast.keys import Encryption, SecretKey
 from holdfast.ranks import c10d, messages
 from holdfast.ranks.c10d import READ_S, C10d
-from holdfast.ranks.coordinator import LEADER, NUM_KEPT_ROUNDS, Coordinator, Failure
+from holdfast.ranks.coordinator import LEADER, NUM_KEPT_ROUNDS, Coordinator, RankFailure
 from ranks.together import BRIEF_S, PATIENCE_S, Server, client, in_thread, meet, new_server, until
 
 MIB = 2**20
@@ -130,7 +130,7 @@ def test_a_stopped_server_does_not_keep_timeouts_so_deadlines_are_kept_here(
         stuck = in_thread(partial(raw.wait, ["never"], timedelta(seconds=BRIEF_S)))
         calls = [
             partial(follower.post, "save", b"", timeout_s=BRIEF_S),
-            partial(follower.fail, "save", Failure("write", "why"), timeout_s=BRIEF_S),
+            partial(follower.fail, "save", RankFailure("write", "why"), timeout_s=BRIEF_S),
             partial(leader.announce, "save", b"", timeout_s=BRIEF_S),
             partial(leader.collect, "save", timeout_s=BRIEF_S),
         ]
@@ -330,14 +330,14 @@ def test_the_store_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         assert leader.collect(f"late {number}", timeout_s=0.0).silent == [0, 1]
         follower.post(f"late {number}", b"", timeout_s=PATIENCE_S)
         leader.announce(f"unheard {number}", b"", timeout_s=PATIENCE_S)
-        follower.fail(f"failed {number}", Failure("write", "why"), timeout_s=PATIENCE_S)
+        follower.fail(f"failed {number}", RankFailure("write", "why"), timeout_s=PATIENCE_S)
         assert leader.collect(f"failed {number}", timeout_s=PATIENCE_S).silent == [0]
         follower.post(f"unread {number}", b"", timeout_s=PATIENCE_S)
-        leader.fail(f"unread {number}", Failure("write", "why"), timeout_s=PATIENCE_S)
+        leader.fail(f"unread {number}", RankFailure("write", "why"), timeout_s=PATIENCE_S)
         leader.post(f"failed late {number}", b"", timeout_s=PATIENCE_S)
         follower.post(f"failed late {number}", b"", timeout_s=PATIENCE_S)
         leader.collect(f"failed late {number}", timeout_s=PATIENCE_S)
-        follower.fail(f"failed late {number}", Failure("write", "why"), timeout_s=PATIENCE_S)
+        follower.fail(f"failed late {number}", RankFailure("write", "why"), timeout_s=PATIENCE_S)
         sizes.append(store.num_keys())
     assert len({*sizes[NUM_KEPT_ROUNDS:]}) == 1
 
@@ -354,7 +354,7 @@ def test_what_a_closed_coordinator_has_left_is_deleted_when_all_meet_again(
         for number in range(5):
             full_round(leader, follower, f"save {number}")
             follower.post(f"unread {number}", b"", timeout_s=PATIENCE_S)
-            leader.fail(f"unread {number}", Failure("write", "why"), timeout_s=PATIENCE_S)
+            leader.fail(f"unread {number}", RankFailure("write", "why"), timeout_s=PATIENCE_S)
         for one in (leader, leader, follower):
             one.close()
         sizes.append(store.num_keys())

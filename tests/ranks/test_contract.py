@@ -10,12 +10,12 @@ from functools import partial
 import pytest
 
 from holdfast.errors import DeadlineExceeded, RanksFailed, RanksSilent, UsageError
-from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, Failure
+from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, RankFailure
 from ranks.together import BRIEF_S, PATIENCE_S, coordinators, in_thread, together
 
 ALONE = [("alone", 1), ("threads", 1), ("tcp", 1)]
 SEVERAL = [("threads", 3), ("encrypted", 3), ("tcp", 3), ("file", 2)]
-FAILURE = Failure("write", "OSError: no space left")
+FAILURE = RankFailure("write", "OSError: no space left")
 
 Ranks = Sequence[Coordinator]
 
@@ -203,15 +203,15 @@ def test_numbers_are_the_same_in_all_ranks(ranks: Ranks) -> None:
 
 
 def test_a_failure_names_the_error_and_is_cut() -> None:
-    failure = Failure.of(ValueError("x" * 10_000), phase="stage")
+    failure = RankFailure.of(ValueError("x" * 10_000), phase="stage")
     assert failure.phase == "stage"
     assert failure.reason.startswith("ValueError: xxx")
     assert len(failure.reason) == 2000
 
 
 def test_a_failure_that_is_passed_on_names_its_rank_and_is_not_nested() -> None:
-    failed = RanksFailed("save 1", dict.fromkeys((3, 1), FAILURE) | {2: Failure("plan", "why")})
-    passed_on = RanksFailed("save 1", {0: Failure.of(failed, phase="commit")})
+    failed = RanksFailed("save 1", dict.fromkeys((3, 1), FAILURE) | {2: RankFailure("plan", "why")})
+    passed_on = RanksFailed("save 1", {0: RankFailure.of(failed, phase="commit")})
     assert str(passed_on) == (
         "save 1 failed in:\n  rank 0, in commit: ranks 1 and 3, in write: OSError: no space left; "
         "rank 2, in plan: why"
@@ -222,7 +222,7 @@ def test_a_failure_that_is_passed_on_names_its_rank_and_is_not_nested() -> None:
 def test_a_failure_arrives_whose_text_no_message_can_carry(ranks: Ranks, tag: str) -> None:
     """Names of files that are not UTF-8 are text with surrogates."""
     error = OSError(f"no such file: {os.fsdecode(bytes([255]))}")
-    ranks[1].fail(tag, Failure.of(error, phase="read"), timeout_s=PATIENCE_S)
+    ranks[1].fail(tag, RankFailure.of(error, phase="read"), timeout_s=PATIENCE_S)
     failed = ranks[LEADER].collect(tag, timeout_s=PATIENCE_S).failed
     assert failed == {1: ("read", r"OSError: no such file: \udcff")}
 

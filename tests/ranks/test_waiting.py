@@ -16,7 +16,7 @@ from holdfast.format.records import Process
 from holdfast.ranks import c10d, chosen, waiting
 from holdfast.ranks.c10d import C10d
 from holdfast.ranks.chosen import GroupAlarm
-from holdfast.ranks.coordinator import Failure
+from holdfast.ranks.coordinator import RankFailure
 from holdfast.ranks.heartbeats import Silences
 from holdfast.ranks.waiting import Processes, Watch
 from ranks.together import PATIENCE_S, Server, client, coordinators, in_thread, until
@@ -103,7 +103,7 @@ def test_a_meeting_with_broadcast_names_the_rank_that_is_late(late: int) -> None
     assert f"rank {late}" in text
     assert "py-spy" in text
     tag = f"meeting {ranks[late].number()} of all ranks with broadcast=True"
-    ranks[late].fail(tag, Failure("meeting", "not here"), timeout_s=PATIENCE_S)
+    ranks[late].fail(tag, RankFailure("meeting", "not here"), timeout_s=PATIENCE_S)
     assert isinstance(waits.exception(PATIENCE_S), RanksFailed)
 
 

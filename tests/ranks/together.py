@@ -18,7 +18,7 @@ import torch.distributed as dist
 from children import Child
 from holdfast.encryption.messages import encrypted
 from holdfast.keys import Encryption, SecretKey
-from holdfast.ranks.alone import Alone
+from holdfast.ranks.alone import SingleProcess
 from holdfast.ranks.c10d import C10d
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.testing import ThreadCoordinator
@@ -100,7 +100,7 @@ class Server(Child):
 def coordinators(kind: str, world_size: int, folder: Path) -> Sequence[Coordinator]:
     """The coordinators of all ranks of a run, in the order of ranks."""
     if kind == "alone":
-        return [Alone()]
+        return [SingleProcess()]
     if kind == "threads":
         return ThreadCoordinator.for_ranks(world_size)
     if kind == "encrypted":

@@ -13,12 +13,12 @@ from holdfast import errors
 from holdfast.errors import StoreFull, TransientStoreError
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
-from holdfast.loading.apply import Applying
+from holdfast.loading.apply import CheckpointApplier
 from holdfast.loading.search import LoadCandidate
 from holdfast.ownership.owner import Ownership
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import All, Last
-from holdfast.replication.queue import Backlog
+from holdfast.replication.queue import UploadQueue
 from holdfast.root.catalog import Catalog
 from holdfast.root.upload_records import Ledger
 from holdfast.store.local import LocalStore, files
@@ -161,13 +161,13 @@ def test_no_local_copy_goes_while_the_run_resumes_from_it(
         manager.resume()
         saved(manager, tiny, 1, 2)
     manager = unopened(Tiered(local, remote, keep_local=0), tiny, sinks=(noted,))
-    apply = Applying._apply
+    apply = CheckpointApplier._apply
 
-    def apply_late(self: Applying, candidate: LoadCandidate) -> None:
+    def apply_late(self: CheckpointApplier, candidate: LoadCandidate) -> None:
         manager._uploads.settle(60)
         apply(self, candidate)
 
-    monkeypatch.setattr(Applying, "_apply", apply_late)
+    monkeypatch.setattr(CheckpointApplier, "_apply", apply_late)
     with manager:
         manager.resume()
         manager.wait()
@@ -261,7 +261,7 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_still_waits_and_is_spared(
     wrong = Fault(kind="flip", op="get", key=f"{folder}/manifest.json")
     store = FaultyStore(local, [wrong])
     owner = Ownership(store, takeover=False, emit=Emitter(()))
-    backlog = Backlog(store, remote.url, All(), Emitter(()), owner, replaces=False)
+    backlog = UploadQueue(store, remote.url, All(), Emitter(()), owner, replaces=False)
     backlog.see({}, ())
     assert wrong.reached.is_set()
     assert backlog.spared == (folder,)

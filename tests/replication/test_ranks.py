@@ -13,7 +13,7 @@ from allranks import Member, all_of, on_ranks, save_on
 from holdfast import CachedStore, Encryption, Last, Tiered, errors
 from holdfast.encryption.store import sealing
 from holdfast.keys import SecretKey
-from holdfast.ranks.alone import Alone
+from holdfast.ranks.alone import SingleProcess
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
@@ -28,7 +28,7 @@ SEALS = Encryption(keys=SecretKey(bytes(range(32))))
 
 def resume_on(num_ranks: int, root: Any, **options: Any) -> list[tuple[int, dict[str, bytes]]]:
     """Resume on so many ranks, from other bits; step and bits of each."""
-    ranks = [Alone()] if num_ranks == 1 else ThreadCoordinator.for_ranks(num_ranks)
+    ranks = [SingleProcess()] if num_ranks == 1 else ThreadCoordinator.for_ranks(num_ranks)
 
     def work(member: Member) -> tuple[int, dict[str, bytes]]:
         with torch.no_grad():

@@ -8,7 +8,7 @@ from holdfast.errors import CorruptData
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.records import Retired
-from holdfast.loading.search import Reader, Search
+from holdfast.loading.search import CheckpointSearch, Search
 from holdfast.maintenance.retention import Deleter
 from holdfast.ownership.claim import Claim, claim_run
 from holdfast.policy.rules import All, Last
@@ -37,7 +37,7 @@ def test_a_resume_decides_on_the_newest_manifest_alone() -> None:
     folders = a_run(12, store)
     threads = Threads()
     search = Search(
-        Reader(
+        CheckpointSearch(
             catalog=Catalog(store),
             state=new_run().state,
             threads=threads,
@@ -73,7 +73,7 @@ def test_a_resume_looks_twice_at_each_attempt_that_did_not_commit() -> None:
         store.put(f"{folder}/model-00000.json", b"{}")
     store.delete(layout.closed_key(1))
     noted = FaultyStore(store)
-    reader = Reader(
+    reader = CheckpointSearch(
         catalog=Catalog(noted), state=new_run().state, threads=Threads(), timeout_s=60.0
     )
     search = Search(reader, "latest", walks=True)

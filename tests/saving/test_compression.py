@@ -21,8 +21,8 @@ from holdfast.saving.compression import (
     MIN_NBYTES,
     SAVES_BETWEEN,
     Chooser,
+    CodecTrial,
     Throughput,
-    Trial,
     best,
 )
 from holdfast.store.local import LocalStore
@@ -37,8 +37,8 @@ def store_of(bytes_per_s: float) -> Throughput:
     return found
 
 
-def trial(compression: Compression, ratio: float, mb_per_s: float) -> Trial:
-    return Trial(compression=compression, ratio=ratio, s_per_byte=1e-6 / mb_per_s)
+def trial(compression: Compression, ratio: float, mb_per_s: float) -> CodecTrial:
+    return CodecTrial(compression=compression, ratio=ratio, s_per_byte=1e-6 / mb_per_s)
 
 
 @pytest.mark.parametrize(

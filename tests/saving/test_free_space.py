@@ -8,7 +8,7 @@ import pytest
 from typing_extensions import override
 
 from holdfast.saving.free_space import lack_of_room
-from holdfast.saving.probe import Look, SaveSize
+from holdfast.saving.probe import ProbeResult, SaveSize
 from holdfast.store.base import FreeSpace
 from holdfast.store.memory import MemoryStore
 
@@ -34,7 +34,7 @@ def lacking(*mb: tuple[str, str, int | None], kept: int = 0, size: SaveSize = SI
     """What is said where each rank, the leader first, sees (host, file system, free megabytes)."""
     free = [None if of_rank is None else of_rank * MB for _, _, of_rank in mb]
     looks = [
-        Look(host=host, file_system=file_system, free_nbytes=nbytes)
+        ProbeResult(host=host, file_system=file_system, free_nbytes=nbytes)
         for (host, file_system, _), nbytes in zip(mb[1:], free[1:], strict=True)
     ]
     return [*lack_of_room(Seen(FreeSpace(free[0], None, mb[0][1])), size, kept, looks)]

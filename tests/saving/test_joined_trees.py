@@ -12,7 +12,7 @@ from allranks import Member, all_of, on_ranks
 from holdfast import errors
 from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
-from holdfast.ranks.alone import Alone
+from holdfast.ranks.alone import SingleProcess
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.root.catalog import Catalog
 from holdfast.store.memory import MemoryStore
@@ -24,7 +24,7 @@ Saved = tuple[MemoryStore, dict[str, bytes]]
 
 
 def coordinators(num_ranks: int) -> Sequence[Coordinator]:
-    return [Alone()] if num_ranks == 1 else ThreadCoordinator.for_ranks(num_ranks)
+    return [SingleProcess()] if num_ranks == 1 else ThreadCoordinator.for_ranks(num_ranks)
 
 
 def experts(rank: int, num_ranks: int, seed: int = 1) -> Stage:

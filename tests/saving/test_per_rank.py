@@ -14,7 +14,7 @@ from typing_extensions import override
 from allranks import Member, all_of, on_ranks
 from holdfast import CheckpointManager, PerRank, errors, load_weights
 from holdfast.maintenance.verify import verify
-from holdfast.ranks.alone import Alone
+from holdfast.ranks.alone import SingleProcess
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.root.catalog import Catalog
 from holdfast.store.memory import MemoryStore
@@ -23,7 +23,7 @@ from marks import diagonal
 
 
 def coordinators(num_ranks: int) -> Sequence[Coordinator]:
-    return [Alone()] if num_ranks == 1 else ThreadCoordinator.for_ranks(num_ranks)
+    return [SingleProcess()] if num_ranks == 1 else ThreadCoordinator.for_ranks(num_ranks)
 
 
 class Queue:

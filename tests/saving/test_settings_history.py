@@ -19,7 +19,7 @@ from holdfast.format.manifest import Change, Timestamp
 from holdfast.policy.triggers import Metrics
 from holdfast.root.catalog import Catalog
 from holdfast.saving.hooks import StateHooks
-from holdfast.saving.settings_history import MAX_LIVES, History, as_text
+from holdfast.saving.settings_history import MAX_LIVES, SettingsHistory, as_text
 from holdfast.store.memory import MemoryStore
 from runs import Recorder, new_run
 
@@ -57,7 +57,7 @@ def test_a_long_setting_is_compared_to_its_end() -> None:
 
 def test_nested_settings_have_dotted_names() -> None:
     config = {"data": {"mask": 0.1, "files": {}, "more": Namespace(seed=1)}, "run": Plan("1ep", 2)}
-    assert History(config, world_size=1).config == {
+    assert SettingsHistory(config, world_size=1).config == {
         "data.mask": "0.1",
         "data.files": "{}",
         "data.more.seed": "1",
@@ -148,7 +148,7 @@ def test_only_the_newest_changes_are_carried_along() -> None:
     old = tuple(Change(epoch=n, step=n, what=("a: 1 → 2",)) for n in range(1, MAX_LIVES + 1))
     import msgspec
 
-    history = History({f"s{n}": n for n in range(99)}, world_size=1)
+    history = SettingsHistory({f"s{n}": n for n in range(99)}, world_size=1)
     history.origins = {"optimizer.param_groups.0.lr": "0.1"}
     what = history.stand_on(msgspec.structs.replace(manifest, changes=old), MAX_LIVES + 1)
     assert len(what) == 50
@@ -177,7 +177,7 @@ def test_settings_are_merged_once_however_many_there_are() -> None:
     """They were merged for each setting, which took seconds for some thousands."""
     store, run, reads = MemoryStore(), new_run(), 0
 
-    class Counted(History):
+    class Counted(SettingsHistory):
         @property
         def config(self) -> dict[str, str]:
             nonlocal reads

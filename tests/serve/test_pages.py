@@ -470,8 +470,8 @@ def test_what_a_resume_takes_is_not_the_newest_one_if_that_lost_a_file(
 def test_an_error_is_not_held_back_as_long_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that is away for a minute is asked again after a minute, not after two hours."""
     monkeypatch.setattr(runs, "SHARE", 0.01)
-    assert runs.Seen(took_s=60).rest_s == 6000
-    assert runs.Seen(took_s=60, error=StoreError("x")).rest_s == runs.OLD_S
+    assert runs.LastAnswer(took_s=60).rest_s == 6000
+    assert runs.LastAnswer(took_s=60, error=StoreError("x")).rest_s == runs.OLD_S
 
 
 def test_a_run_that_does_not_answer_holds_up_no_other(

@@ -26,7 +26,7 @@ from holdfast.sinks import (
     TensorBoardReferences,
     WandbReferences,
 )
-from holdfast.sinks.trackers import Reference
+from holdfast.sinks.trackers import CommittedCheckpoint
 from offline import tensorboard_texts, wandb_references
 
 # MLflow's own use of SQLAlchemy.
@@ -91,7 +91,9 @@ def test_wandb_refers_to_object_stores_and_asks_none_of_them(run: Any, tmp_path:
     sink = WandbReferences(run)
     for root in ("s3://bucket/gpt", "gs://bucket/gpt", "memory://gpt"):
         sink.committed(
-            Reference(root=root, folder="f", step=1, digest="d", nbytes=1, metrics={"loss": 1.0})
+            CommittedCheckpoint(
+                root=root, folder="f", step=1, digest="d", nbytes=1, metrics={"loss": 1.0}
+            )
         )
     end(run)
     found = wandb_references(tmp_path)
@@ -140,7 +142,9 @@ def test_mlflow_gets_a_model_of_each_checkpoint_and_marks_deleted_ones(
         assert ("holdfast.deleted" in model.tags) == is_gone
         assert ("holdfast.deleted-upload" in model.tags) == is_gone
     MLflowReferences(run_id, tracking_uri=uri).committed(
-        Reference(root="r", folder="f", step=1, digest="d", nbytes=1, metrics={"val/acc@1": 0.5})
+        CommittedCheckpoint(
+            root="r", folder="f", step=1, digest="d", nbytes=1, metrics={"val/acc@1": 0.5}
+        )
     )
     (odd,) = client.search_logged_models(["0"], filter_string="tags.`holdfast.folder` = 'f'")
     assert [metric.key for metric in odd.metrics] == ["checkpoint/val/acc_1"]

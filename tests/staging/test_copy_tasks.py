@@ -16,7 +16,7 @@ from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.manager import CheckpointManager
 from holdfast.staging import copy_tasks as copying
 from holdfast.staging.copy_tasks import Bytes, TensorCopy
-from holdfast.staging.image import Image
+from holdfast.staging.image import FileImage
 from holdfast.staging.in_memory import ImageTransfer
 from holdfast.staging.interfaces import Staged
 from holdfast.staging.layout import LARGE_NBYTES
@@ -25,13 +25,13 @@ from holdfast.state.capture.capture import Capturer, capture
 from holdfast.threads.workers import Workers
 
 
-def image_of(tensors: dict[str, torch.Tensor]) -> Image:
+def image_of(tensors: dict[str, torch.Tensor]) -> FileImage:
     """An empty image for tensors."""
     (file,) = lay_out("part", capture({"part": tensors}).components["part"].specs)
-    return Image(file)
+    return FileImage(file)
 
 
-def sources(image: Image, tensors: dict[str, torch.Tensor]) -> list[TensorCopy]:
+def sources(image: FileImage, tensors: dict[str, torch.Tensor]) -> list[TensorCopy]:
     """All of the large ones."""
     return [TensorCopy(image, position, tensors[key]) for position, key in image.large_keys]
 
@@ -67,7 +67,7 @@ def test_a_block_is_not_staged_before_anybody_has_copied(tensors: dict[str, torc
 class Held:
     """A copy of one block, made when it is let go."""
 
-    def __init__(self, image: Image, number: int) -> None:
+    def __init__(self, image: FileImage, number: int) -> None:
         self.image = image
         self.blocks = (number,)
         self.may_go = threading.Event()
@@ -175,7 +175,7 @@ def test_small_tensors_are_copied_from_their_addresses(
         there = {
             spec.key: view
             for known in staged.files["tree"]
-            for spec, view in zip(known.file.specs, cast(Image, known).views, strict=True)
+            for spec, view in zip(known.file.specs, cast(FileImage, known).views, strict=True)
         }
         if captured.components["tree"].addresses is not None:
             behind = {key for key, view in there.items() if not torch.equal(view, tree[key])}

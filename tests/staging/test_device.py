@@ -16,7 +16,7 @@ from holdfast.errors import DeadlineExceeded
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.staging.copy_tasks import Arrival
 from holdfast.staging.device import DeviceCopy, begin_copies, is_capturing, pin
-from holdfast.staging.image import Image
+from holdfast.staging.image import FileImage
 from holdfast.staging.in_memory import ImageTransfer
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -39,9 +39,9 @@ def device_copy(error: Exception | None = None) -> DeviceCopy:
     return DeviceCopy(event, torch.device("cuda"))
 
 
-def new_image() -> Image:
+def new_image() -> FileImage:
     specs = [TensorSpec(key="a", dtype="F32", shape=(4,))]
-    return Image(lay_out("model", specs)[0])
+    return FileImage(lay_out("model", specs)[0])
 
 
 def test_nothing_is_captured_and_nothing_begun_without_a_device_tensor() -> None:

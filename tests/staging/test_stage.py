@@ -11,7 +11,7 @@ import pytest
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorSpec, lay_out
-from holdfast.staging.interfaces import BytesContent, Staged, Transfer
+from holdfast.staging.interfaces import BytesContent, Staged, StagingTransfer
 from holdfast.staging.layout import KnownFile
 from holdfast.staging.stage import MIN_NBYTES, Grouping
 from holdfast.threads.workers import Workers
@@ -94,7 +94,7 @@ def test_no_thread_hashes_any_more_when_a_block_did_not_come() -> None:
     """Its memory is that of the next save: the digest would be of neither."""
     (file,) = lay_out("m", [TensorSpec(key="x", dtype="U8", shape=(BLOCK_NBYTES + 9,))])
     known, content, workers = KnownFile(file), Late(), Workers(1, "hashing")
-    transfer = cast(Transfer, SimpleNamespace(content=lambda _: content))
+    transfer = cast(StagingTransfer, SimpleNamespace(content=lambda _: content))
     staged = Staged(files={"m": (known,)}, trees={}, kinds={}, transfer=transfer)
     with pytest.raises(DeadlineExceeded, match="block 1"):
         staged.digest(known, workers, 60)

@@ -15,7 +15,7 @@ from holdfast import CheckpointManager
 from holdfast.errors import DeadlineExceeded, OutOfMemory, SaveFailed, StoreFull, UsageError
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.staging import pool
-from holdfast.staging.image import Image
+from holdfast.staging.image import FileImage
 from holdfast.staging.waves import WaveTransfer
 from holdfast.store import open_store
 from holdfast.testing import Fault, FaultyStore
@@ -202,9 +202,9 @@ def test_the_budget_holds_for_parts_that_are_saved_one_by_one(tmp_path: Path) ->
         for number, name in enumerate("abcd", start=1):
             manager.save(number, components=[name]).wait()
             kept = manager._saver._stager._files.values()
-            assert sum(f.file.nbytes for files in kept for f in files if isinstance(f, Image)) <= (
-                BUDGET + BLOCK_NBYTES
-            )
+            assert sum(
+                f.file.nbytes for files in kept for f in files if isinstance(f, FileImage)
+            ) <= (BUDGET + BLOCK_NBYTES)
 
 
 def test_a_save_that_failed_has_ended_also_when_memory_is_short(

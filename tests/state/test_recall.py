@@ -13,7 +13,7 @@ from torch import nn
 
 from holdfast.errors import UnsupportedState
 from holdfast.state.capture.capture import Captured, Capturer, capture
-from holdfast.state.capture.recall import Recollection
+from holdfast.state.capture.recall import CaptureCache
 
 State = dict[str, Any]
 
@@ -318,7 +318,7 @@ def test_nothing_is_encoded_again_while_the_structure_stays(
     state = new_state()
     capturer = Capturer(state)
     capturer.capture()
-    monkeypatch.setattr(Recollection, "__init__", lambda *_, **__: pytest.fail("captured anew"))
+    monkeypatch.setattr(CaptureCache, "__init__", lambda *_, **__: pytest.fail("captured anew"))
     for rate in (0.5, 0.25, float("inf"), 0.125):
         state["optimizer"].param_groups[0]["lr"] = rate
         state["tree"]["numbers"][0] += 1

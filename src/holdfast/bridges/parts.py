@@ -15,7 +15,7 @@ from holdfast.events import Emitter, log_event, without_secrets
 from holdfast.keys import Encryption
 from holdfast.launched import present_ranks
 from holdfast.manager import CheckpointManager
-from holdfast.ranks.coordinator import LEADER, Failure
+from holdfast.ranks.coordinator import LEADER, RankFailure
 from holdfast.results import Checkpoint
 from holdfast.saving.hooks import StateHooks
 from holdfast.state import generators
@@ -63,7 +63,7 @@ def only_leader(agree: Agree, what: str, work: Callable[[], T]) -> T | None:
         try:
             found = work()
         except Exception as raised:  # noqa: BLE001 - raised when the other ranks know
-            error, why = raised, Failure.of(raised, phase=what).reason
+            error, why = raised, RankFailure.of(raised, phase=what).reason
     why = agree(why)
     if error is not None:
         raise error

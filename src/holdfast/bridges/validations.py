@@ -40,7 +40,7 @@ def check_direction(
         emit("warning", f"{who} takes {metric!r} as better if {_WORDS[mode]}; is that a mistake?")
 
 
-class Validations:
+class BridgeValidations:
     """Metrics of validations at the present step, and the saves that they make due."""
 
     def __init__(

@@ -18,7 +18,7 @@ from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.interop.comparing.pairs import described
 from holdfast.interop.comparing.trees import shown
 from holdfast.interop.lazy import LazyTensor
-from holdfast.interop.source import Part, Source
+from holdfast.interop.source import Source, SourceComponent
 
 MAX_NUMBERS = 100_000
 """Most numbers of one answer."""
@@ -70,7 +70,7 @@ def show_value(text: str, name: str, rows: str | None) -> Answer:
     return Answer(document=answer, parts=[f"{component}:{path}  {shape}", drawn])
 
 
-def _of_value(source: Source, part: Part, name: str, node: Any) -> Answer:
+def _of_value(source: Source, part: SourceComponent, name: str, node: Any) -> Answer:
     value = _plain(part, node)
     answer = CatAnswer(source=source.url, name=name, dtype=None, shape=None, value=value)
     is_container = isinstance(node, Mapping | list | tuple | GeneratorState)
@@ -141,7 +141,7 @@ def _listed(values: Any) -> Any:
     return values.tolist()
 
 
-def _plain(part: Part, node: Any) -> Any:
+def _plain(part: SourceComponent, node: Any) -> Any:
     if isinstance(node, TensorRef | ArrayRef):
         return described(part.specs[node.key])
     if isinstance(node, list | tuple):

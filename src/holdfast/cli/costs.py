@@ -18,7 +18,7 @@ from holdfast.store.base import Store
 
 def costs_of(
     store: Store, entries: Sequence[Entry], *, linked: bool
-) -> dict[str, history.SaveCost]:
+) -> dict[str, history.RecordedSaveCost]:
     """Return what each checkpoint took, by folder; with `linked` also which bytes are new.
 
     Nothing is read but small records; `linked` looks at the length of each file.
@@ -31,12 +31,12 @@ def costs_of(
     }
 
 
-def _cost(entry: Entry, note: UploadRecord | None, linked: int | None) -> history.SaveCost:
+def _cost(entry: Entry, note: UploadRecord | None, linked: int | None) -> history.RecordedSaveCost:
     manifest = entry.manifest
     cost = SaveCost.read(manifest.timings, is_first=False)
     write_s = None if cost is None else cost.write_s
     durable_s = None if cost is None or write_s is None else cost.stall_s + write_s
-    return history.SaveCost(
+    return history.RecordedSaveCost(
         stall_s=None if cost is None else cost.stall_s,
         write_s=write_s,
         durable_s=durable_s,

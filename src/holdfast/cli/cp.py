@@ -10,7 +10,7 @@ from holdfast.cli.output import Answer, Code, TextTable, emitter, progress_bar, 
 from holdfast.cli.target import open_root, open_target, opened, unlocked
 from holdfast.errors import CorruptData, HoldfastError, NoCheckpoint, SealError, UsageError
 from holdfast.events import Emitter
-from holdfast.replication.copy_checkpoints import Copied, Planned, copy, plan
+from holdfast.replication.copy_checkpoints import Copied, PlannedCopy, copy, plan
 from holdfast.root.address import expect_writable, split_folder, split_source
 from holdfast.root.catalog import Catalog, is_root
 from holdfast.store.base import Store
@@ -152,7 +152,7 @@ def _grouped(found: Sequence[tuple[Store, str]], target: Store) -> list[tuple[St
 
 def _plan(
     store: Store, target: Store, folders: Sequence[str], left: list[CopiedCheckpoint] | None
-) -> tuple[Planned, ...]:
+) -> tuple[PlannedCopy, ...]:
     """Plan the copy of one root; add to `left` what was deleted, or differs in the target."""
     if left is None:
         return plan(store, target, folders)
@@ -167,7 +167,7 @@ def _plan(
 def _copied(
     store: Store,
     target: Store,
-    planned: Sequence[Planned],
+    planned: Sequence[PlannedCopy],
     done: list[CopiedCheckpoint],
     emit: Emitter,
 ) -> bool:
@@ -208,7 +208,7 @@ def _document(store: Store, item: Copied) -> CopiedCheckpoint:
     )
 
 
-def _to_copy(store: Store, item: Planned) -> CopiedCheckpoint:
+def _to_copy(store: Store, item: PlannedCopy) -> CopiedCheckpoint:
     return CopiedCheckpoint(
         source=store.url,
         folder=item.folder,

@@ -73,7 +73,7 @@ _SHOWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
 _SCRATCH_NBYTES = 8
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class CheckResult(msgspec.Struct, frozen=True, kw_only=True):
     """Result of one check."""
 
     check: str
@@ -93,7 +93,7 @@ class DoctorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Path or URL of the root that was checked, or null."""
     ok: bool
     """Whether no check failed."""
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
     """What was checked, in order."""
 
 
@@ -119,22 +119,22 @@ def examine(root: str | None) -> Answer:
     return Answer(document=document, parts=[table, *todo], code=Code.OK if is_ok else Code.FOUND)
 
 
-def _ok(check: str, found: str) -> Finding:
-    return Finding(check=check, status="ok", found=found, do="")
+def _ok(check: str, found: str) -> CheckResult:
+    return CheckResult(check=check, status="ok", found=found, do="")
 
 
-def _warn(check: str, found: str, do: str) -> Finding:
-    return Finding(check=check, status="warn", found=found, do=do)
+def _warn(check: str, found: str, do: str) -> CheckResult:
+    return CheckResult(check=check, status="warn", found=found, do=do)
 
 
-def _fail(check: str, found: str, do: str) -> Finding:
-    return Finding(check=check, status="fail", found=found, do=do)
+def _fail(check: str, found: str, do: str) -> CheckResult:
+    return CheckResult(check=check, status="fail", found=found, do=do)
 
 
 # The machine
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[CheckResult]:
     yield _ok("python", f"{platform.python_version()} on {platform.system()}")
     with suppress(ImportError, OSError, ValueError):
         import resource
@@ -151,7 +151,7 @@ def _machine() -> Iterator[Finding]:
         yield from _key_file(Path(name))
 
 
-def _key_file(path: Path) -> Iterator[Finding]:
+def _key_file(path: Path) -> Iterator[CheckResult]:
     check = "HOLDFAST_KEY_FILE"
     try:
         mode = path.stat().st_mode
@@ -164,7 +164,7 @@ def _key_file(path: Path) -> Iterator[Finding]:
         yield _ok(check, str(path))
 
 
-def _packages(root: str | None) -> Iterator[Finding]:
+def _packages(root: str | None) -> Iterator[CheckResult]:
     torch = _version("torch")
     if torch is None:
         text = "not installed; this command line works, saving and loading do not"
@@ -177,7 +177,7 @@ def _packages(root: str | None) -> Iterator[Finding]:
         yield _extra(extra, packages, is_needed=extra == needed)
 
 
-def _extra(extra: str, packages: Mapping[str, str], *, is_needed: bool) -> Finding:
+def _extra(extra: str, packages: Mapping[str, str], *, is_needed: bool) -> CheckResult:
     check, install = f"[{extra}]", f"pip install 'holdfast-torch[{extra}]'"
     found = {name: _version(name) for name in packages}
     missing = [name for name, version in found.items() if version is None]
@@ -219,7 +219,7 @@ class _Seen:
     is_run: bool
 
 
-def _root(root: str) -> Iterator[Finding]:
+def _root(root: str) -> Iterator[CheckResult]:
     try:
         store = unlocked(opened(root))
         names = store.children()
@@ -254,7 +254,7 @@ def _reaching(root: str) -> str:
     return "check the path and its permissions"
 
 
-def _absent(store: Store) -> Iterator[Finding]:
+def _absent(store: Store) -> Iterator[CheckResult]:
     path = Path(store.url)
     ancestor = next(folder for folder in path.absolute().parents if folder.is_dir())
     if os.access(ancestor, os.W_OK | os.X_OK):
@@ -271,7 +271,7 @@ def _newest(store: Store) -> Entry | None:
     return next(iter(Catalog(store).checkpoints()), None)
 
 
-def _run(store: Store, seen: _Seen) -> Iterator[Finding]:
+def _run(store: Store, seen: _Seen) -> Iterator[CheckResult]:
     entries, unread = Catalog(store).survey()
     sealed = [folder for folder, error in unread if isinstance(error, SealError)]
     damaged = [folder for folder, error in unread if not isinstance(error, SealError)]
@@ -289,7 +289,7 @@ def _run(store: Store, seen: _Seen) -> Iterator[Finding]:
         yield _warn("clock of the saves", text, "set the clocks by NTP; Hourly and Daily use them")
 
 
-def _saving(store: Store, seen: _Seen) -> Iterator[Finding]:
+def _saving(store: Store, seen: _Seen) -> Iterator[CheckResult]:
     """Try the operations of a save, as a first save does."""
     num_files = 1 if seen.newest is None else len(seen.newest.manifest.files)
     try:
@@ -307,7 +307,7 @@ def _saving(store: Store, seen: _Seen) -> Iterator[Finding]:
         yield _ok("large files", f"are written {chosen}")
 
 
-def _room(store: Store, seen: _Seen) -> Iterator[Finding]:
+def _room(store: Store, seen: _Seen) -> Iterator[CheckResult]:
     try:
         free = store.free_space()
     except StoreError as error:
@@ -329,7 +329,7 @@ def _room(store: Store, seen: _Seen) -> Iterator[Finding]:
         yield _ok("room", text)
 
 
-def _clock(store: Store) -> Iterator[Finding]:
+def _clock(store: Store) -> Iterator[CheckResult]:
     """Compare the clock of this host with that of the storage, by a new scratch file."""
     try:
         skew_s = _with_scratch(store, lambda key: _skew_s(store, key))
@@ -357,7 +357,7 @@ def _skew_s(store: Store, key: str) -> float | None:
     return None
 
 
-def _links(store: Store) -> Iterator[Finding]:
+def _links(store: Store) -> Iterator[CheckResult]:
     """Try a hard link, by which unchanged files of two checkpoints are one."""
 
     def link(key: str) -> bool:
@@ -383,7 +383,7 @@ def _with_scratch(store: Store, use: Callable[[str], T]) -> T:
         remove_scratch(inner, folder)
 
 
-def _file_system(path: Path) -> Iterator[Finding]:
+def _file_system(path: Path) -> Iterator[CheckResult]:
     kind = _kind_of(path)
     if kind is None:
         return
@@ -411,7 +411,7 @@ def _kind_of(path: Path) -> str | None:
     return None if best is None else best[1]
 
 
-def _other_tier(store: Store) -> Iterator[Finding]:
+def _other_tier(store: Store) -> Iterator[CheckResult]:
     tiers = Ledger(bare(store)).tiers()
     if tiers is None:
         return

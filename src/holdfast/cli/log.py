@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.cli.answers.base import of
-from holdfast.cli.answers.history import Log, LoggedSave, SaveCost
+from holdfast.cli.answers.history import Log, LoggedSave, RecordedSaveCost
 from holdfast.cli.costs import costs_of
 from holdfast.cli.documents import unread_documents, unread_line
 from holdfast.cli.output import Answer, TextTable, size
@@ -71,7 +71,7 @@ def _lives(
     store: Store,
     catalog: Catalog,
     entries: Sequence[Entry],
-    costs: Mapping[str, SaveCost],
+    costs: Mapping[str, RecordedSaveCost],
 ) -> Iterator[_Life]:
     epochs = sorted({*catalog.epochs(), *(entry.name.epoch for entry in entries)})
     claims = {epoch: _claim(catalog, epoch) for epoch in epochs}
@@ -112,7 +112,7 @@ def _saves(
     catalog: Catalog,
     entries: Sequence[Entry],
     claims: Mapping[int, WriterRecord | None],
-    costs: Mapping[str, SaveCost],
+    costs: Mapping[str, RecordedSaveCost],
 ) -> dict[int, list[LoggedSave]]:
     """Find the saves of each epoch, oldest first, also those of which only a record is left."""
     by_folder = {entry.folder: entry for entry in entries}
@@ -135,7 +135,7 @@ def _saves(
     return found
 
 
-def _present_save(entry: Entry, cost: SaveCost, *, is_in_lineage: bool) -> LoggedSave:
+def _present_save(entry: Entry, cost: RecordedSaveCost, *, is_in_lineage: bool) -> LoggedSave:
     manifest = entry.manifest
     return LoggedSave(
         folder=entry.folder,
@@ -274,7 +274,7 @@ def _table_of_saves(lives: Sequence[_Life]) -> TextTable:
     )
 
 
-def _cost_cells(cost: SaveCost | None) -> tuple[str, ...]:
+def _cost_cells(cost: RecordedSaveCost | None) -> tuple[str, ...]:
     if cost is None:
         return ("",) * 5
     linked = cost.linked_nbytes

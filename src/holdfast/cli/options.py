@@ -26,7 +26,7 @@ class Argument(click.Argument):
         self.about = about
 
 
-class Described(click.Command):
+class DescribedCommand(click.Command):
     """A command whose help describes its arguments."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -41,7 +41,7 @@ class Described(click.Command):
 class Commands(click.Group):
     """A group of commands with described arguments, listed in the order of the source."""
 
-    command_class = Described
+    command_class = DescribedCommand
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names of the commands, in the order of the source."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.cli.answers.base import of
-from holdfast.cli.answers.history import Plot, Series
+from holdfast.cli.answers.history import MetricSeries, Plot
 from holdfast.cli.documents import is_timing
 from holdfast.cli.drawing import expect_drawable, save_figure
 from holdfast.cli.output import Answer, TextTable, number, one_line
@@ -103,7 +103,7 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     return Answer(document=document, parts=[f"{output}: {num_panels} panels", *notes])
 
 
-def _table(series: Sequence[Series]) -> TextTable:
+def _table(series: Sequence[MetricSeries]) -> TextTable:
     columns = ("panel", "curve", "from step", "to step", "first", "last")
     rows = []
     for one in series:
@@ -117,7 +117,7 @@ def _draw(document: Plot, path: Path) -> None:
     """Draw the panels one above the other, each with all saves and starts."""
     from matplotlib.figure import Figure
 
-    panels: dict[str, list[Series]] = {}
+    panels: dict[str, list[MetricSeries]] = {}
     for one in document.series:
         panels.setdefault(one.panel, []).append(one)
     starts = [start for start in document.starts if start.step is not None]
@@ -212,7 +212,7 @@ def _of_manifests(entries: Sequence[Entry]) -> _Record:
     return record
 
 
-def _usual(record: _Record, watched: Sequence[str], notes: list[str]) -> list[Series]:
+def _usual(record: _Record, watched: Sequence[str], notes: list[str]) -> list[MetricSeries]:
     """List the curves that are drawn if no metric is named; a note says what replaces a loss.
 
     `watched`: metrics of the run's rules `Best`.
@@ -238,7 +238,7 @@ def _usual(record: _Record, watched: Sequence[str], notes: list[str]) -> list[Se
         series.append(pace)
     if record.sizes:
         points = [[step, nbytes / 1e6] for step, nbytes in sorted(record.sizes.items())]
-        series.append(Series(panel="size", name="checkpoint, MB", points=points))
+        series.append(MetricSeries(panel="size", name="checkpoint, MB", points=points))
     return series
 
 
@@ -258,7 +258,7 @@ def _telling(known: Collection[str], watched: Sequence[str]) -> list[str]:
     return first + sorted(rest, key=rank)
 
 
-def _others(record: _Record, series: Sequence[Series]) -> list[str]:
+def _others(record: _Record, series: Sequence[MetricSeries]) -> list[str]:
     """Name the recorded metrics that are not drawn, as one line; no line if there are none."""
     drawn = {one.name for one in series}
     others = [name for name in sorted(record.metrics) if name not in drawn]
@@ -270,7 +270,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(one_line(name, _MAX_NAME) for name in names[:_MAX_NAMES]) + more
 
 
-def _chosen(record: _Record, names: Sequence[str]) -> list[Series]:
+def _chosen(record: _Record, names: Sequence[str]) -> list[MetricSeries]:
     unknown = [name for name in names if name not in record.metrics]
     if unknown:
         there = _listed(sorted(record.metrics)) or "none"
@@ -278,17 +278,17 @@ def _chosen(record: _Record, names: Sequence[str]) -> list[Series]:
     return [_curve(name, name, record) for name in dict.fromkeys(names)]
 
 
-def _curve(panel: str, name: str, record: _Record) -> Series:
+def _curve(panel: str, name: str, record: _Record) -> MetricSeries:
     points = [[step, value] for step, value in sorted(record.metrics[name].items())]
-    return Series(panel=panel, name=name, points=points)
+    return MetricSeries(panel=panel, name=name, points=points)
 
 
-def _is_drawable(series: Series) -> bool:
+def _is_drawable(series: MetricSeries) -> bool:
     """Whether any value is finite."""
     return any(math.isfinite(value) for _, value in series.points)
 
 
-def _throughput(record: _Record) -> Series | None:
+def _throughput(record: _Record) -> MetricSeries | None:
     """Compute tokens, samples or steps per second between logged steps of one process."""
     known = [mark for mark in record.pace if mark is not None]
     names = [
@@ -308,7 +308,7 @@ def _throughput(record: _Record) -> Series | None:
         if passed_s > 0 and done > 0:
             points.append([float(after[1].step), done / passed_s])
     unit = "steps" if name == "step" else name
-    return Series(panel="throughput", name=f"{unit}/s", points=points)
+    return MetricSeries(panel="throughput", name=f"{unit}/s", points=points)
 
 
 def _starts(starts: Sequence[RecordedStart], entries: Sequence[Entry]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from holdfast.cli.output import Answer, Code, TextTable, emitter, size
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint
 from holdfast.maintenance.prune import preview, prune
-from holdfast.maintenance.retention import Planned, Pruned
+from holdfast.maintenance.retention import PlannedDecision, Pruned
 from holdfast.policy.rules import parse_rule
 from holdfast.root.catalog import Catalog, Entry
 
@@ -79,11 +79,11 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     return Answer(document=of(Prune, document), parts=[table, *lines], code=code)
 
 
-def _is_done(item: Planned, report: Pruned) -> bool:
+def _is_done(item: PlannedDecision, report: Pruned) -> bool:
     return item.entry.folder in (report.thinned if item.decision.keep else report.deleted)
 
 
-def _action(item: Planned, report: Pruned, *, dry_run: bool) -> str:
+def _action(item: PlannedDecision, report: Pruned, *, dry_run: bool) -> str:
     """Return the action taken or planned; "kept" if a decided deletion did not happen."""
     if item.decision.keep and not item.decision.drop:
         return "keep"

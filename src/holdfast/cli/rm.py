@@ -17,7 +17,7 @@ from holdfast.errors import FormatError, NoCheckpoint, SealError, UsageError, li
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Deleted
-from holdfast.maintenance.delete import Asked, already_dropped, examine, finish, remove
+from holdfast.maintenance.delete import DeletionPlan, already_dropped, examine, finish, remove
 from holdfast.root.address import split_folder, split_source
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.store.base import Store
@@ -193,7 +193,7 @@ def _finished(store: Store, folder: str, warnings: Sequence[str], *, dry_run: bo
     return Answer(document=document, parts=[f"{folder}: deleted before; {what} left"])
 
 
-def _carried_out(store: Store, asked: Asked, leave: Leave, *, command: str) -> Answer:
+def _carried_out(store: Store, asked: DeletionPlan, leave: Leave, *, command: str) -> Answer:
     if not leave.dry_run:
         _expect_leave(asked, leave)
         if asked.waits_for:
@@ -215,14 +215,14 @@ def _carried_out(store: Store, asked: Asked, leave: Leave, *, command: str) -> A
     return _answer(store, asked, leave, kept_because=why or None)
 
 
-def _objections(asked: Asked, leave: Leave) -> list[str]:
+def _objections(asked: DeletionPlan, leave: Leave) -> list[str]:
     objections = [f"{why} (--even-pinned)" for why in asked.keeps if not leave.even_pinned]
     if asked.is_latest and not leave.even_latest:
         objections.append("the run would resume from it (--even-latest)")
     return objections
 
 
-def _expect_leave(asked: Asked, leave: Leave) -> None:
+def _expect_leave(asked: DeletionPlan, leave: Leave) -> None:
     if objections := _objections(asked, leave):
         raise UsageError(
             f"{asked.entry.folder} (step {asked.entry.step}): nothing was deleted, for "
@@ -230,7 +230,7 @@ def _expect_leave(asked: Asked, leave: Leave) -> None:
         )
 
 
-def _reason(asked: Asked, leave: Leave, *, command: str) -> str:
+def _reason(asked: DeletionPlan, leave: Leave, *, command: str) -> str:
     """Return the reason for the deletion; on a terminal, show what goes and ask for it."""
     is_asking = sys.stdin.isatty() and sys.stderr.isatty()
     if not leave.yes and not is_asking:
@@ -252,7 +252,7 @@ def _reason(asked: Asked, leave: Leave, *, command: str) -> str:
     return reason or "a person dropped it"
 
 
-def _lines(asked: Asked) -> list[str]:
+def _lines(asked: DeletionPlan) -> list[str]:
     entry, after = asked.entry, asked.goes_on_from
     what = f"drops {', '.join(asked.components)} of" if asked.components else "deletes"
     marks = "; ".join(
@@ -271,7 +271,7 @@ def _lines(asked: Asked) -> list[str]:
 
 def _answer(
     store: Store,
-    asked: Asked,
+    asked: DeletionPlan,
     leave: Leave,
     *,
     kept_because: str | None,

@@ -14,7 +14,7 @@ from holdfast.cli.output import Code, TextTable, aligned, give_line, say
 from holdfast.cli.supervisor import (
     ChildLife,
     ChildProcess,
-    Limits,
+    RestartLimits,
     Supervised,
     SupervisionOutcome,
     signal_name,
@@ -41,14 +41,14 @@ class Restarts:
     requeue_code: int
     grace: str
 
-    def limits(self) -> Limits:
+    def limits(self) -> RestartLimits:
         """Parse the limits."""
         if self.root is not None and self.progress_after is not None:
             raise UsageError(
                 "--progress-after: not with --root, where checkpoints show whether there is "
                 "progress"
             )
-        return Limits(
+        return RestartLimits(
             max_failures=self.max_failures,
             backoff_s=_seconds(self.backoff, "--backoff"),
             backoff_max_s=_seconds(self.backoff_max, "--backoff-max"),

@@ -30,7 +30,7 @@ _MOST_CAUGHT_UP_S = 1.0
 Progress = Callable[[str, int, int], None]
 
 
-class Place(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class PassProgress(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Progress of a pass over a root, as stored in the file of `--resume`."""
 
     holdfast_scrub: int = 1
@@ -151,15 +151,15 @@ def _paced_progress(nbytes_per_s: float | None) -> Iterator[Progress | None]:
 # The place
 
 
-def _begun(place: Path | None, root: str) -> Place:
+def _begun(place: Path | None, root: str) -> PassProgress:
     """Return the pass that the file records, or a new one."""
-    fresh = Place(root=root, began=utc_now())
+    fresh = PassProgress(root=root, began=utc_now())
     if place is None:
         return fresh
     try:
         if place.stat().st_size > _MAX_PLACE_NBYTES:
             raise UsageError(f"--resume {place}: not a file of `holdfast scrub`: too large")
-        found = msgspec.json.decode(place.read_bytes(), type=Place)
+        found = msgspec.json.decode(place.read_bytes(), type=PassProgress)
     except FileNotFoundError:
         _write(place, fresh)  # it cannot be written: say so before hours of reading
         return fresh
@@ -183,7 +183,7 @@ def _expect_outside(place: Path, root: str, *, is_local: bool) -> None:
         raise UsageError(f"--resume {place}: must not lie in the root, where only a run writes")
 
 
-def _write(place: Path, now: Place) -> None:
+def _write(place: Path, now: PassProgress) -> None:
     """Replace the file of `--resume` atomically."""
     try:
         descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")

@@ -30,7 +30,7 @@ _SHELL_SIGNAL = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RestartLimits:
     """Limits of restarts: failures, pauses, and what counts as progress."""
 
     max_failures: int = 5
@@ -155,7 +155,7 @@ class Child(Protocol):
 
 def supervise(
     child: Child,
-    limits: Limits,
+    limits: RestartLimits,
     *,
     head: Callable[[], int | None] | None = None,
     tell: Callable[[ChildLife], None] = lambda life: None,
@@ -211,7 +211,9 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _outcome(ending: ChildEnding, limits: Limits, failures: int) -> SupervisionOutcome | None:
+def _outcome(
+    ending: ChildEnding, limits: RestartLimits, failures: int
+) -> SupervisionOutcome | None:
     """Decide the outcome after a life; None: restart the child."""
     if ending.returncode == 0:
         return SupervisionOutcome.FINISHED

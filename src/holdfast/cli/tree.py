@@ -11,7 +11,7 @@ from holdfast.cli.output import Answer, TextTable, size
 from holdfast.cli.sources import chosen, items_of, open_read, shape_text, tensors_of
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.interop.comparing.trees import shown
-from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.source import LeftOut, Source, SourceComponent
 
 
 class TensorLine(msgspec.Struct, frozen=True):
@@ -132,7 +132,9 @@ def _table(source: Source, names: Collection[str], depth: int | None) -> TextTab
     return TextTable(columns=("name", "type", "shape", "size"), rows=rows, right=frozenset({3}))
 
 
-def _rows(part: Part, node: Any, level: int, depth: int | None) -> Iterator[tuple[str, ...]]:
+def _rows(
+    part: SourceComponent, node: Any, level: int, depth: int | None
+) -> Iterator[tuple[str, ...]]:
     if depth is not None and level > depth:
         return
     for name, inner in items_of(node):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.cli.answers.base import of
-from holdfast.cli.answers.uploads import Uploads
+from holdfast.cli.answers.uploads import UploadsAnswer
 from holdfast.cli.output import Answer, Code, TextTable, size
 from holdfast.cli.target import open_root, opened
 from holdfast.encryption.store import bare
@@ -65,7 +65,7 @@ def show_uploads(root: str) -> Answer:
     }
     is_bad = any(line.state in ("failed", "refused") for line in lines)
     return Answer(
-        document=of(Uploads, document),
+        document=of(UploadsAnswer, document),
         parts=_parts(document, lines),
         code=Code.FOUND if is_bad else Code.OK,
     )

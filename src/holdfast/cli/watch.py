@@ -85,7 +85,7 @@ class WatchedUpload(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that were sent so far."""
 
 
-class Watched(msgspec.Struct, frozen=True, kw_only=True):
+class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
     """State of a run at one moment."""
 
     root: str
@@ -139,7 +139,7 @@ class Watcher:
         self._beat: tuple[int, bytes, float] = (0, b"", 0.0)
         """Epoch, last heartbeat and the time when it was first seen."""
 
-    def look(self) -> Watched:
+    def look(self) -> WatchedRun:
         """Look at the root now.
 
         Raises:
@@ -160,7 +160,7 @@ class Watcher:
         known = (self._known.get(str(name)) for name in names)
         checkpoints = tuple(found for found in known if found is not None)
         newest = checkpoints[0] if checkpoints else None
-        return Watched(
+        return WatchedRun(
             root=self._store.url,
             at=utc_now(),
             owner=owner,
@@ -261,10 +261,10 @@ def _age_s(created: str) -> float | None:
 
 
 def _print_changes(
-    watcher: Watcher, state: Watched, pause_s: float | None, *, as_json: bool
+    watcher: Watcher, state: WatchedRun, pause_s: float | None, *, as_json: bool
 ) -> None:
     """Print the state after each change; once if `pause_s` is None."""
-    shown: Watched | None = None
+    shown: WatchedRun | None = None
     while True:
         if shown is None or _unlike(shown, state):
             if as_json:
@@ -280,12 +280,12 @@ def _print_changes(
             state = watcher.look()
 
 
-def _unlike(one: Watched, other: Watched) -> bool:
+def _unlike(one: WatchedRun, other: WatchedRun) -> bool:
     """Whether two states differ in more than the time."""
     return msgspec.structs.replace(other, at=one.at, last_age_s=one.last_age_s) != one
 
 
-def _show_live(watcher: Watcher, state: Watched, pause_s: float) -> None:
+def _show_live(watcher: Watcher, state: WatchedRun, pause_s: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
@@ -300,7 +300,7 @@ def _show_live(watcher: Watcher, state: Watched, pause_s: float) -> None:
             live.update(Text("\n".join([*_lines(state), *trouble])), refresh=True)
 
 
-def _lines(state: Watched) -> list[str]:
+def _lines(state: WatchedRun) -> list[str]:
     owner = state.owner
     who = "no process owns the run"
     if owner is not None:
@@ -321,7 +321,7 @@ def _lines(state: Watched) -> list[str]:
     return [*map(printable, lines), *aligned(table)]
 
 
-def _rows(state: Watched) -> list[tuple[str, ...]]:
+def _rows(state: WatchedRun) -> list[tuple[str, ...]]:
     uploads = {upload.folder: upload for upload in state.uploads}
     rows: list[tuple[str, ...]] = [
         ("", save.folder, size(save.nbytes), "under way", "") for save in state.saves

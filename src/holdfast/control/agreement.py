@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.errors import HoldfastError, RanksError, RanksSilent
-from holdfast.ranks.coordinator import Coordinator, Failure, decoded
+from holdfast.ranks.coordinator import Coordinator, RankFailure, decoded
 from holdfast.ranks.waiting import Watch
 
 T = TypeVar("T")
@@ -33,14 +33,14 @@ _FAIL_S = 5.0
 """Limit on saying that this rank failed, or that there will be no more questions."""
 
 
-class _Place(msgspec.Struct, frozen=True):
+class _AgreedStep(msgspec.Struct, frozen=True):
     """Announcement of the call at which all ranks get a wish."""
 
     position: int
     wish: bytes
 
 
-class AgreedSaves:
+class SaveStepAgreement:
     """Gives all ranks the leader's wishes, each wish at the same call of `look` on every rank.
 
     The leader's thread asks. The thread of each rank answers with a position that the rank will
@@ -156,9 +156,9 @@ class AgreedSaves:
             watch = Watch(self._warn, "maybe_save", answers if number == 0 else None)
             found = self._ranks.collect(answers, timeout_s=self._answer_s, watch=watch)
             posts = found.expect_all(answers)
-            agreed = _Place(max(decoded(post, int, answers) for post in posts), wish)
+            agreed = _AgreedStep(max(decoded(post, int, answers) for post in posts), wish)
         except HoldfastError as error:
-            failure = Failure.of(error, phase="agreeing on a step to save at")
+            failure = RankFailure.of(error, phase="agreeing on a step to save at")
             with suppress(HoldfastError):
                 self._ranks.fail(place, failure, timeout_s=_FAIL_S)
             raise
@@ -182,7 +182,7 @@ class AgreedSaves:
         self._answer(answers)
         watch = Watch(self._warn, "maybe_save")
         said = self._ranks.hear(place, timeout_s=self._timeout_s, watch=watch)
-        self._settle(decoded(said, _Place, place))
+        self._settle(decoded(said, _AgreedStep, place))
         return True
 
     def _tags(self, number: int) -> tuple[str, str, str]:
@@ -191,7 +191,7 @@ class AgreedSaves:
 
     def _answer(self, tag: str) -> None:
         if self._has_ended:
-            failure = Failure("agreeing on a step to save at", "its manager was closed")
+            failure = RankFailure("agreeing on a step to save at", "its manager was closed")
             self._ranks.fail(tag, failure, timeout_s=_FAIL_S)
         else:
             data = msgspec.msgpack.encode(self._promise())
@@ -207,7 +207,7 @@ class AgreedSaves:
             self._limit = self._count + max(int(pace * MARGIN_S), _MIN_MARGIN)
             return self._limit
 
-    def _settle(self, agreed: _Place) -> None:
+    def _settle(self, agreed: _AgreedStep) -> None:
         with self._changed:
             if agreed.position < self._limit:
                 self._error = RanksError(
@@ -254,7 +254,7 @@ class SignalAlarm:
             if received is None:
                 self._ranks.post(self._tag, b"", timeout_s=_FAIL_S)
             else:
-                self._ranks.fail(self._tag, Failure("signal", received), timeout_s=_FAIL_S)
+                self._ranks.fail(self._tag, RankFailure("signal", received), timeout_s=_FAIL_S)
 
     def _listen(self) -> None:
         with suppress(HoldfastError):

@@ -15,7 +15,7 @@ from typing import get_args
 import msgspec
 from typing_extensions import override
 
-from holdfast.control.agreement import AgreedSaves, SignalAlarm
+from holdfast.control.agreement import SaveStepAgreement, SignalAlarm
 from holdfast.control.save_requests import Request, Requests
 from holdfast.control.stop import Promote, Stop
 from holdfast.errors import RanksError, SaveSkipped, UsageError
@@ -38,7 +38,7 @@ class Failed(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SaveRequests:
     """New requests for a save, from users and other processes."""
 
     requests: tuple[Request, ...] = ()
@@ -70,12 +70,12 @@ class Asked:
 
 
 _EVENTS = frozenset(get_args(Event))
-_NO_REQUESTS = Asked()
+_NO_REQUESTS = SaveRequests()
 _SIGNAL_S = 10.0
 """Limit on the answers of other ranks after a signal."""
 
 
-class Outside:
+class ExternalEvents:
     """Poller of signals and save requests for one manager; also answers the requests."""
 
     def __init__(self, requests: Requests, stop: Stop | None, promote: Promote) -> None:
@@ -91,7 +91,9 @@ class Outside:
         """Whether a signal was received that is not yet handled."""
         return self._stop is not None and self._stop.is_asked
 
-    def look(self, event: Event | Sequence[Event], *, is_owner: bool) -> tuple[list[Event], Asked]:
+    def look(
+        self, event: Event | Sequence[Event], *, is_owner: bool
+    ) -> tuple[list[Event], SaveRequests]:
         """Collect events for triggers, including `event`, and new requests.
 
         Only the owner reads requests: no other process can save the run.
@@ -105,7 +107,7 @@ class Outside:
             is_asked = self._stop.take_save_request() or is_asked
         if is_asked:
             events.append("demand")
-        return events, Asked(requests=requests) if requests else _NO_REQUESTS
+        return events, SaveRequests(requests=requests) if requests else _NO_REQUESTS
 
     def ask(self, due: Due | None, pending: PendingSave | None = None, *, is_owner: bool) -> None:
         """No-op: what is due by this rank alone is saved at once."""
@@ -115,12 +117,12 @@ class Outside:
         """Count the call of `maybe_save` in the `with` block, with several ranks."""
         yield
 
-    def tell(self, asked: Asked, outcome: Future[Checkpoint]) -> None:
+    def tell(self, asked: SaveRequests, outcome: Future[Checkpoint]) -> None:
         """Answer the requests with the outcome of their save, once it is known."""
         if asked.requests:
             outcome.add_done_callback(lambda ended: self._answer(asked, ended))
 
-    def refuse(self, asked: Asked, error: BaseException) -> None:
+    def refuse(self, asked: SaveRequests, error: BaseException) -> None:
         """Answer the requests with an error."""
         for request in asked.requests:
             self._requests.answer(request, error=str(error) or repr(error))
@@ -131,7 +133,7 @@ class Outside:
             self._stop.forget(self._promote)
         self._requests.close()
 
-    def _answer(self, asked: Asked, ended: Future[Checkpoint]) -> None:
+    def _answer(self, asked: SaveRequests, ended: Future[Checkpoint]) -> None:
         error = ended.exception()
         if error is not None:
             self.refuse(asked, error)
@@ -140,7 +142,7 @@ class Outside:
             self._requests.answer(request, folder=ended.result().folder)
 
 
-class _Wish(msgspec.Struct, frozen=True):
+class _SaveProposal(msgspec.Struct, frozen=True):
     """Message of the leader to all ranks: events, and a save that is due."""
 
     due: Due | None
@@ -150,7 +152,7 @@ class _Wish(msgspec.Struct, frozen=True):
     has_requests: bool
 
 
-class SharedOutside(Outside):
+class DistributedEvents(ExternalEvents):
     """Poller of the leader, whose events and requests all ranks get at the same call."""
 
     def __init__(
@@ -164,7 +166,7 @@ class SharedOutside(Outside):
         warn: Callable[[str], object],
     ) -> None:
         super().__init__(requests, stop, promote)
-        self._agreed = AgreedSaves(ranks, timeout_s=timeout_s, warn=warn)
+        self._agreed = SaveStepAgreement(ranks, timeout_s=timeout_s, warn=warn)
         self._alarm = None if stop is None else SignalAlarm(ranks)
         self._held: tuple[Request, ...] = ()
         """Requests whose wish is on its way."""
@@ -181,17 +183,19 @@ class SharedOutside(Outside):
             stop.share()
 
     @override
-    def look(self, event: Event | Sequence[Event], *, is_owner: bool) -> tuple[list[Event], Asked]:
+    def look(
+        self, event: Event | Sequence[Event], *, is_owner: bool
+    ) -> tuple[list[Event], SaveRequests]:
         self._has_looked = True
         data = self._agreed.look()
         events, asked = _checked(event), _NO_REQUESTS
         if data is not None:
-            wish = msgspec.msgpack.decode(data, type=_Wish)
+            wish = msgspec.msgpack.decode(data, type=_SaveProposal)
             if wish.signal is not None and self._stop is not None:
                 self._stop.agree(wish.signal)
             if wish.is_demand:
                 events.append("demand")
-            asked = Asked(
+            asked = SaveRequests(
                 requests=self._held,
                 is_of_leader=wish.has_requests,
                 due=wish.due,
@@ -235,7 +239,7 @@ class SharedOutside(Outside):
         signal = self._signal()
         if self._next is None and self._failed is None and not is_demand and signal is None:
             return
-        wish = _Wish(self._next, self._failed, signal, is_demand, bool(self._held))
+        wish = _SaveProposal(self._next, self._failed, signal, is_demand, bool(self._held))
         self._under_way, self._next, self._failed = self._next, None, None
         data = msgspec.msgpack.encode(wish)
         # A rank that a scheduler has ended does not answer, and the others have little time.
@@ -257,7 +261,9 @@ class SharedOutside(Outside):
     @override
     def close(self) -> None:
         held, self._held = self._held, ()
-        self.refuse(Asked(requests=held), RanksError("the training ended before all ranks saved"))
+        self.refuse(
+            SaveRequests(requests=held), RanksError("the training ended before all ranks saved")
+        )
         self._agreed.close()
         if self._alarm is not None:
             self._alarm.close()
@@ -279,11 +285,11 @@ def outside_of(
     *,
     timeout_s: float,
     warn: Callable[[str], object],
-) -> Outside:
+) -> ExternalEvents:
     """Make the poller of one rank of a manager; no wait for other ranks takes over `timeout_s`.
 
     `warn` gets the texts of warnings about ranks that are late.
     """
     if ranks.world_size == 1:
-        return Outside(requests, stop, promote)
-    return SharedOutside(requests, stop, promote, ranks, timeout_s=timeout_s, warn=warn)
+        return ExternalEvents(requests, stop, promote)
+    return DistributedEvents(requests, stop, promote, ranks, timeout_s=timeout_s, warn=warn)

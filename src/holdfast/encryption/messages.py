@@ -33,7 +33,7 @@ from holdfast.ranks.coordinator import (
     Collected,
     Coordinator,
     Exchange,
-    Failure,
+    RankFailure,
     decoded,
 )
 from holdfast.ranks.waiting import Watch
@@ -94,7 +94,7 @@ class EncryptedRanks(Coordinator):
         self._inner.post(tag, self._sealed("post", self.rank, tag, data), timeout_s=left_s)
 
     @override
-    def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
+    def fail(self, tag: str, failure: RankFailure, *, timeout_s: float) -> None:
         """Report that this rank failed; without a key, only why it has none."""
         try:
             left_s = self._share_key(timeout_s)
@@ -105,7 +105,7 @@ class EncryptedRanks(Coordinator):
                 self._inner.fail(said_as, without, timeout_s=timeout_s)
             return
         data = self._sealed(self._way, self.rank, tag, msgspec.msgpack.encode(failure))
-        said = Failure(_ENCRYPTED, base64.b64encode(data).decode())
+        said = RankFailure(_ENCRYPTED, base64.b64encode(data).decode())
         self._inner.fail(tag, said, timeout_s=left_s)
 
     @override
@@ -117,7 +117,7 @@ class EncryptedRanks(Coordinator):
             try:
                 came[rank] = self._plain("post", rank, tag, data)
             except Tampered:
-                failed[rank] = Failure("talking to the leader", _NOT_ENCRYPTED)
+                failed[rank] = RankFailure("talking to the leader", _NOT_ENCRYPTED)
         return Collected(came=came, failed=failed, silent=found.silent)
 
     @override
@@ -136,7 +136,7 @@ class EncryptedRanks(Coordinator):
         try:
             data = self._inner.hear(tag, timeout_s=left_s, watch=watch)
         except RanksFailed as error:
-            said = Failure(*error.failed[LEADER])
+            said = RankFailure(*error.failed[LEADER])
             failure = self._failure("announcement", LEADER, tag, said)
             raise RanksFailed(tag, {LEADER: failure}) from None
         try:
@@ -187,12 +187,12 @@ class EncryptedRanks(Coordinator):
                 "leader's keys"
             ) from error
 
-    def _in_clear(self, error: HoldfastError) -> Failure:
+    def _in_clear(self, error: HoldfastError) -> RankFailure:
         """Describe why this rank has no key, without what a service has said: it may be secret."""
         if not isinstance(error, SealError):
-            return Failure.of(error, phase=_OPENING)
+            return RankFailure.of(error, phase=_OPENING)
         names = ", ".join(dict.fromkeys(key.name for key in self._encryption.opening))
-        return Failure(
+        return RankFailure(
             _OPENING, f"{type(error).__name__}: its keys are {names}; its own error says why"
         )
 
@@ -215,17 +215,17 @@ class EncryptedRanks(Coordinator):
         salt, sealed = message[:SECRET_NBYTES], message[SECRET_NBYTES:]
         return self._cipher(salt).decrypt(sealed, _place(way, rank, tag), what=tag)
 
-    def _failure(self, way: _Way, rank: int, tag: str, said: Failure) -> Failure:
+    def _failure(self, way: _Way, rank: int, tag: str, said: RankFailure) -> RankFailure:
         """Decrypt why a rank failed; a rank without the key has sent the reason in clear."""
         if said.phase == _OPENING:
             return said
         if said.phase != _ENCRYPTED:
-            return Failure(said.phase, f"{said.reason} ({_NOT_ENCRYPTED})")
+            return RankFailure(said.phase, f"{said.reason} ({_NOT_ENCRYPTED})")
         try:
             data = self._plain(way, rank, tag, base64.b64decode(said.reason, validate=True))
         except (Tampered, ValueError):
-            return Failure("telling why it failed", _NOT_ENCRYPTED)
-        return decoded(data, Failure, tag)
+            return RankFailure("telling why it failed", _NOT_ENCRYPTED)
+        return decoded(data, RankFailure, tag)
 
 
 def _place(way: _Way, rank: int, tag: str) -> bytes:

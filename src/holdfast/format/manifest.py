@@ -114,7 +114,7 @@ class ComponentEntry(msgspec.Struct, frozen=True, kw_only=True):
     num_tensors: Natural
 
 
-class Watched(msgspec.Struct, frozen=True, kw_only=True):
+class WatchedMetric(msgspec.Struct, frozen=True, kw_only=True):
     """A metric by which retention keeps the best checkpoints, and whether low values are good."""
 
     metric: str
@@ -178,7 +178,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     """Reasons not to resume from the state; empty: nothing wrong is known."""
     sharded: bool = False
     """Whether a tensor is stored as several boxes, or a component has a state for each rank."""
-    best: tuple[Watched, ...] = ()
+    best: tuple[WatchedMetric, ...] = ()
     """Metrics of the run's rules `Best`; the first is the one that `best` alone means."""
     config: Mapping[str, str] = {}
     """Settings of the script, by name, as text."""

@@ -17,7 +17,7 @@ _VIEWS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SharedBox:
     """Elements that a range of a tensor and a stored box share. They are a box themselves.
 
     Strides and positions count elements.
@@ -62,7 +62,7 @@ class Part:
 
 def overlaps(
     shape: Sequence[int], shards: Column, boxes: Column, start: int, stop: int
-) -> Iterator[Part]:
+) -> Iterator[SharedBox]:
     """Yield the parts of stored boxes in which elements [start, stop) of a row-major tensor lie.
 
     `shards` has the numbers of the boxes, and `boxes` the first and the last coordinates of each,
@@ -76,7 +76,7 @@ def overlaps(
         for number in np.flatnonzero((first < last).all(axis=1)).tolist():
             sizes = last[number] - first[number]
             own = _strides((boxes[number, 1] - boxes[number, 0]).tolist())
-            yield Part(
+            yield SharedBox(
                 shard=int(shards[number]),
                 first=int(((first[number] - boxes[number, 0]) * own).sum()),
                 length=int(((sizes - 1) * own).sum()) + 1,

@@ -26,17 +26,17 @@ from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
 from holdfast.interop.opening import open_source
 from holdfast.interop.optimizers import Hints, is_torch_form, named
 from holdfast.interop.reading import ahead
-from holdfast.interop.renaming import Rules
+from holdfast.interop.renaming import RenameRules
 from holdfast.interop.roots import WrittenRoot
-from holdfast.interop.source import LeftOut, Part, Source, expect_no_loss
+from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_no_loss
 from holdfast.keys import Encryption
 from holdfast.policy.naming import DEFAULT_LABEL
 from holdfast.results import Checkpoint, Phase, describe
 from holdfast.root.catalog import Catalog
 from holdfast.saving.environment import environment
-from holdfast.saving.participants import JointSave
+from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.save import SaveRequest, write
-from holdfast.staging.interfaces import Staged, StagedContent, Transfer
+from holdfast.staging.interfaces import Staged, StagedContent, StagingTransfer
 from holdfast.staging.layout import KnownFile
 from holdfast.staging.pool import Pool, PooledContent
 from holdfast.store import open_store
@@ -93,7 +93,7 @@ def plan_import(
     source: Source,
     *,
     components: Collection[str] = (),
-    rename: Rules | None = None,
+    rename: RenameRules | None = None,
     optimizer: str | None = None,
     parameters: Sequence[str] = (),
     allow_loss: bool = False,
@@ -105,7 +105,7 @@ def plan_import(
     new names of the model's parameters in its order, for files that do not keep it.
     """
     expect_no_loss(source, components, allow_loss=allow_loss)
-    rules = rename or Rules()
+    rules = rename or RenameRules()
     parts = {name: source.part(name) for name in components} if components else source.parts
     left = [*source.left_out]
     left += [
@@ -118,7 +118,8 @@ def plan_import(
     taken = {name: _module(name, part, rules) for name, part in modules.items()}
     rules.expect_used()
     renamed = {
-        name: Part(kind="module", tree=one.tree, specs=one.specs) for name, one in taken.items()
+        name: SourceComponent(kind="module", tree=one.tree, specs=one.specs)
+        for name, one in taken.items()
     }
     hints = Hints(
         is_ordered=source.format in _IN_ORDER, order=parameters, kind=optimizer, rename=rules
@@ -133,7 +134,7 @@ def plan_import(
     return ImportPlan(source=source, taken=in_order, left_out=left, notes=notes)
 
 
-def _is_module(part: Part) -> bool:
+def _is_module(part: SourceComponent) -> bool:
     tree = part.tree
     if part.kind not in ("module", "tree") or not isinstance(tree, dict):
         return False
@@ -146,7 +147,7 @@ def _is_module(part: Part) -> bool:
     )
 
 
-def _module(component: str, part: Part, rules: Rules) -> Taken:
+def _module(component: str, part: SourceComponent, rules: RenameRules) -> Taken:
     """Rename the tensors of a module, whose keys become the new names."""
     names = rules.table(part.tree, component)
     keys: dict[str, str] = {}
@@ -158,7 +159,7 @@ def _module(component: str, part: Part, rules: Rules) -> Taken:
             key = keys.setdefault(node.key, new)
             node = TensorRef(key, node.device, node.grad, node.parameter, node.order)
         tree[new] = node
-    inside = Part(kind="module", tree=tree, specs={}).leaves
+    inside = SourceComponent(kind="module", tree=tree, specs={}).leaves
     old_keys = {new: old for old, new in keys.items()}
     old_keys |= {ref.key: ref.key for ref in inside.values() if ref.key not in old_keys}
     return Taken(kind="module", tree=tree, specs=_specs(part, old_keys), keys=old_keys)
@@ -166,8 +167,8 @@ def _module(component: str, part: Part, rules: Rules) -> Taken:
 
 def _other(
     component: str,
-    part: Part,
-    modules: Mapping[str, Part],
+    part: SourceComponent,
+    modules: Mapping[str, SourceComponent],
     hints: Hints,
     notes: list[str],
 ) -> Taken:
@@ -189,7 +190,7 @@ def _other(
     return Taken(kind=_kind(part), tree=part.tree, specs=_specs(part, keys), keys=keys)
 
 
-def _kind(part: Part) -> str:
+def _kind(part: SourceComponent) -> str:
     tree = part.tree
     if part.kind in ("optimizer", "module") and (is_torch_form(tree) or part.kind == "module"):
         return "tree"
@@ -198,7 +199,7 @@ def _kind(part: Part) -> str:
     return part.kind
 
 
-def _specs(part: Part, old_keys: Mapping[str, str]) -> dict[str, TensorSpec]:
+def _specs(part: SourceComponent, old_keys: Mapping[str, str]) -> dict[str, TensorSpec]:
     new_keys: dict[str, list[str]] = {}
     for new, old in old_keys.items():
         new_keys.setdefault(old, []).append(new)
@@ -244,7 +245,7 @@ def import_checkpoint(
         OwnedElsewhere: a live process owns the run.
         SealError: the run's checkpoints are encrypted with other keys, or not encrypted.
     """
-    rules = Rules((rename or {}).items())
+    rules = RenameRules((rename or {}).items())
     with open_source(os.fspath(source), encrypt=encrypt, trust=trust) as opened:
         plan = plan_import(
             opened,
@@ -318,7 +319,7 @@ def commit_import(
             left_out=() if RNG in plan.taken else (RNG,),
         )
         tools = written.tools(_TIMEOUT_S)
-        attempt, _ = write(tools, staged, request, JointSave(), phase=Phase())
+        attempt, _ = write(tools, staged, request, SaveParticipant(), phase=Phase())
         written.end(attempt)
     finally:
         transfer.close()
@@ -360,7 +361,7 @@ def _origin(plan: ImportPlan) -> dict[str, Any]:
     }
 
 
-class SourceTransfer(Transfer):
+class SourceTransfer(StagingTransfer):
     """Blocks of tensor files that are read from a source when they are written."""
 
     is_early = True

@@ -56,7 +56,7 @@ def open_source(
 
 def _open_file(path: Path, key: bytes | None) -> Source:
     if dcpfolder.recognises(path):
-        return dcpfolder.DcpFolder(path)
+        return dcpfolder.DcpSource(path)
     if trainers.recognises(path):
         return trainers.TrainerFolder(path, open_source)
     if safetensors.recognises(path):

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.source import Part
+from holdfast.interop.source import SourceComponent
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Names of the buffers of torch's own layers that optimizers never have."""
@@ -70,7 +70,9 @@ class Hints:
     """Function from a name of a parameter to its new one."""
 
 
-def named(part: Part, modules: Mapping[str, Part], hints: Hints) -> Named | str:
+def named(
+    part: SourceComponent, modules: Mapping[str, SourceComponent], hints: Hints
+) -> Named | str:
     """Name the parameters of an optimizer in torch's form; return the reason where that is unsafe.
 
     `modules` are the components of kind `module`.
@@ -118,7 +120,7 @@ def _shapes(slots: Any, specs: Mapping[str, TensorSpec]) -> set[tuple[int, ...]]
 def _recorded(
     groups: Sequence[Any],
     of_slots: Mapping[Any, set[tuple[int, ...]]],
-    model: Part,
+    model: SourceComponent,
     rename: Callable[[str], str],
 ) -> dict[Any, str] | str | None:
     """Return the names that are recorded in place of the numbers or beside them; None without any.
@@ -147,7 +149,7 @@ def _recorded(
 def _found(
     groups: Sequence[Any],
     shapes: Mapping[Any, tuple[int, ...] | None],
-    model: Part,
+    model: SourceComponent,
     hints: Hints,
 ) -> dict[Any, str] | str:
     """Name the parameters by their shapes, and those of one shape in the model's order.
@@ -190,7 +192,7 @@ def _found(
     return found
 
 
-def _parameters(model: Part) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _parameters(model: SourceComponent) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of the tensors that an optimizer may have; of tied ones the first."""
     seen = set()
     for name, ref in model.leaves.items():
@@ -202,7 +204,13 @@ def _parameters(model: Part) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _renamed(
-    part: Part, names: Mapping[Any, str], *, module: str, model: Part, kind: str, note: str
+    part: SourceComponent,
+    names: Mapping[Any, str],
+    *,
+    module: str,
+    model: SourceComponent,
+    kind: str,
+    note: str,
 ) -> Named:
     table: dict[str, str] = {}
     """Key in the source → key in the tree."""

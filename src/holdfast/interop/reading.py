@@ -35,7 +35,7 @@ _MAX_PIECES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorPiece:
     """Bytes of one tensor; valid until the next piece is asked for."""
 
     component: str
@@ -45,7 +45,7 @@ class Piece:
     memory: memoryview
 
 
-def pieces(source: Source, wanted: Iterable[tuple[str, str]]) -> Generator[Piece, None, None]:
+def pieces(source: Source, wanted: Iterable[tuple[str, str]]) -> Generator[TensorPiece, None, None]:
     """Read tensors, given as (component, key), in the order given; each in pieces from its start.
 
     Where the pieces of a large tensor end depends on how the source stores it.
@@ -63,7 +63,7 @@ def pieces(source: Source, wanted: Iterable[tuple[str, str]]) -> Generator[Piece
 def in_batches(
     source: Source,
     wanted: Iterable[tuple[str, str]],
-    work: Callable[[Sequence[Piece]], T],
+    work: Callable[[Sequence[TensorPiece]], T],
     *,
     num_at_once: int | None = None,
 ) -> Generator[T, None, None]:
@@ -167,21 +167,23 @@ def _batches(source: Source, wanted: Iterable[tuple[str, str]]) -> Iterator[list
 
 def _read(
     source: Source, batch: list[_Planned], buffers: Buffers
-) -> tuple[list[Piece], Callable[[], object]]:
+) -> tuple[list[TensorPiece], Callable[[], object]]:
     """Read the pieces of a batch; return them, and what to call when they are not used any more."""
     if len(batch) == 1:
         component, key, start, count, _ = batch[0]
         if 0 < count <= source.nbytes_lent(component, key, start):
             lent = ExitStack()
             memory = lent.enter_context(source.lent(component, key, start, count))
-            return [Piece(component=component, key=key, start=start, memory=memory)], lent.close
+            return [
+                TensorPiece(component=component, key=key, start=start, memory=memory)
+            ], lent.close
     buffer = buffers.take(PIECE_NBYTES)
     found = []
     for component, key, start, count, at in batch:
         memory = buffer[at : at + count]
         if count:
             source.read_into(component, key, start, memory)
-        found.append(Piece(component=component, key=key, start=start, memory=memory))
+        found.append(TensorPiece(component=component, key=key, start=start, memory=memory))
     return found, partial(buffers.give_back, buffer)
 
 

@@ -16,7 +16,7 @@ from holdfast.errors import UsageError, listing
 _STARS = ("*", "**")
 
 
-class Rules:
+class RenameRules:
     """Rename rules; the first that matches a name renames it, and names without one stay."""
 
     def __init__(self, rules: Iterable[tuple[str, str]] = ()) -> None:
@@ -84,7 +84,7 @@ def _expression(segments: Sequence[str]) -> str:
     return "".join(texts) + last
 
 
-def read_rules(given: Sequence[str]) -> Rules:
+def read_rules(given: Sequence[str]) -> RenameRules:
     """Read rules as they are typed: `old=new`, or a file with one on each line.
 
     In a file, empty lines and those that begin with `#` are skipped.
@@ -103,7 +103,7 @@ def read_rules(given: Sequence[str]) -> Rules:
         for number, line in enumerate(lines, 1):
             if line.strip() and not line.lstrip().startswith("#"):
                 pairs.append(_pair(line, f"{text}, line {number}"))
-    return Rules(pairs)
+    return RenameRules(pairs)
 
 
 def _pair(text: str, where: str) -> tuple[str, str]:

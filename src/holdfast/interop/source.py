@@ -58,7 +58,7 @@ class BlockDigests:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class SourceComponent:
     """A component of a source: its typed tree, and the tensors that the tree names.
 
     `kind`, and what the tree looks like, are those of docs/format.md, section 6. `specs` are by key
@@ -97,7 +97,7 @@ class Source(ABC):
     """Name of the format, such as "safetensors"."""
     url: str
     """Path or URL that was opened, for messages."""
-    parts: Mapping[str, Part]
+    parts: Mapping[str, SourceComponent]
     """The components by name."""
     left_out: Sequence[LeftOut] = ()
     """What the source holds and cannot give."""
@@ -155,7 +155,7 @@ class Source(ABC):
     ) -> None:
         self.close()
 
-    def part(self, component: str) -> Part:
+    def part(self, component: str) -> SourceComponent:
         """Return a component."""
         found = self.parts.get(component)
         if found is None:

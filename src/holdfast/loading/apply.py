@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.errors import ManagerUnusable, MismatchError, NotSealed
 from holdfast.events import Emitter, Kind
-from holdfast.loading.search import Avoided, LoadCandidate, PassedOver, Reader, Search
+from holdfast.loading.search import Avoided, CheckpointSearch, LoadCandidate, PassedOver, Search
 from holdfast.ownership.annotations import reject
 from holdfast.ownership.claim import settled_choice
 from holdfast.ownership.owner import Ownership
@@ -20,7 +20,7 @@ from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.store.base import Store
 
 
-class Applying:
+class CheckpointApplier:
     """Loads checkpoints into the live state of one manager.
 
     Args:
@@ -38,9 +38,9 @@ class Applying:
         self.half_loaded: str | None = None
         """Why the live state is partly old and partly stored; None: it is whole."""
 
-    def reader(self, **parts: Any) -> Reader:
-        """Make a `Reader` of these parts."""
-        return Reader(**parts)
+    def reader(self, **parts: Any) -> CheckpointSearch:
+        """Make a `CheckpointSearch` of these parts."""
+        return CheckpointSearch(**parts)
 
     @contextmanager
     def one_load(self, method: str, arguments: Mapping[str, str]) -> Iterator[None]:

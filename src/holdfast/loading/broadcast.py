@@ -10,9 +10,9 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Protocol
 
 from holdfast.errors import DeadlineExceeded, HoldfastError
-from holdfast.loading.broadcast_plan import Sharing, Turn, windows
+from holdfast.loading.broadcast_plan import BlockTurn, Sharing, windows
 from holdfast.loading.plan import BlockId, BlockRead
-from holdfast.ranks.coordinator import Transfer
+from holdfast.ranks.coordinator import RankTransfer
 
 _NUM_AHEAD = 8
 """Most blocks that are read ahead for other ranks."""
@@ -44,7 +44,7 @@ class Exchanging:
         source: BlockSource,
         reads: Mapping[BlockId, BlockRead],
         sharing: Sharing,
-        turns: Sequence[Turn],
+        turns: Sequence[BlockTurn],
         end: float,
     ) -> None:
         self._source = source
@@ -60,7 +60,7 @@ class Exchanging:
         """Take part in all turns; raise the first error when they are over."""
         for _ in range(_NUM_AHEAD):
             self._read_ahead()
-        before: tuple[Transfer, list[tuple[BlockId, memoryview]]] | None = None
+        before: tuple[RankTransfer, list[tuple[BlockId, memoryview]]] | None = None
         for window in windows(self._turns, _NUM_TOGETHER):
             begun = self._begin(window)
             if before is not None:
@@ -77,7 +77,9 @@ class Exchanging:
             memory = self._source.memory_of(block, self._reads[block])
             self._ahead.append((memory, self._source.submit(block, memory)))
 
-    def _begin(self, window: Sequence[Turn]) -> tuple[Transfer, list[tuple[BlockId, memoryview]]]:
+    def _begin(
+        self, window: Sequence[BlockTurn]
+    ) -> tuple[RankTransfer, list[tuple[BlockId, memoryview]]]:
         sends: list[tuple[int, memoryview]] = []
         receives: list[tuple[int, memoryview]] = []
         memories: list[tuple[BlockId, memoryview]] = []
@@ -103,7 +105,7 @@ class Exchanging:
                 self._failure = error
         return memory
 
-    def _finish(self, transfer: Transfer, memories: list[tuple[BlockId, memoryview]]) -> None:
+    def _finish(self, transfer: RankTransfer, memories: list[tuple[BlockId, memoryview]]) -> None:
         """Wait for a transfer, and copy its blocks to their destinations."""
         try:
             transfer.wait(max(self._end - time.monotonic(), 0.0))

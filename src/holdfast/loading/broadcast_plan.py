@@ -20,7 +20,7 @@ Runs: TypeAlias = tuple[Run, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class BlockTurn:
     """Block that several ranks need, and the rank that reads it."""
 
     block: BlockId
@@ -36,7 +36,7 @@ class Sharing:
 
     rank: int
     exchange: Exchange
-    agree: Callable[[Runs], Sequence[Turn]]
+    agree: Callable[[Runs], Sequence[BlockTurn]]
     """Tells the other ranks what this one needs; returns the turns in which it takes part."""
     timeout_s: float
 
@@ -53,7 +53,7 @@ def runs_of(blocks: Iterable[BlockId]) -> Runs:
     return tuple(runs)
 
 
-def turns_of(rank: int, needs: Sequence[Runs], of_rank: Sequence[int]) -> list[Turn]:
+def turns_of(rank: int, needs: Sequence[Runs], of_rank: Sequence[int]) -> list[BlockTurn]:
     """Return the turns in which `rank` takes part, in an order that all ranks have in common.
 
     Args:
@@ -72,7 +72,7 @@ def turns_of(rank: int, needs: Sequence[Runs], of_rank: Sequence[int]) -> list[T
         for file, start, stop in runs:
             for at in range(start, stop):
                 in_need.setdefault((file, at), []).append(number)
-    turns: list[Turn] = []
+    turns: list[BlockTurn] = []
     counts: dict[tuple[int, ...], int] = {}
     everyone: dict[tuple[int, ...], list[int]] = {}
     for block in sorted(in_need):
@@ -87,11 +87,11 @@ def turns_of(rank: int, needs: Sequence[Runs], of_rank: Sequence[int]) -> list[T
         reader = ranks[counts[kind] % len(ranks)]
         counts[kind] += 1
         if rank in ranks:
-            turns.append(Turn(block, reader, tuple(r for r in ranks if r != reader)))
+            turns.append(BlockTurn(block, reader, tuple(r for r in ranks if r != reader)))
     return turns
 
 
-def windows(turns: Sequence[Turn], size: int) -> Iterator[Sequence[Turn]]:
+def windows(turns: Sequence[BlockTurn], size: int) -> Iterator[Sequence[BlockTurn]]:
     """Cut turns into windows, each of which is one transfer."""
     for start in range(0, len(turns), size):
         yield turns[start : start + size]

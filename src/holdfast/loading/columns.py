@@ -22,7 +22,13 @@ from holdfast.format.index import Places
 from holdfast.format.tensors import TensorSpec
 from holdfast.loading.plan import DIRECT_NBYTES, Packed, Wanted, batches
 from holdfast.staging.arena import Arena, check_aligned
-from holdfast.state.planning.copying import LazyTensors, S_co, TensorSource, Unread, copy_bytes
+from holdfast.state.planning.copying import (
+    LazyTensors,
+    S_co,
+    TensorSource,
+    UnreadTensor,
+    copy_bytes,
+)
 
 _SMALL_NBYTES = 128 << 10
 """Least bytes of a tensor that is copied on several threads, by `state.copying`."""
@@ -134,7 +140,7 @@ class FreshTensors(_Columns[Tensor]):
         return self._pairs([live[n] for n in others.tolist()], numbers[others])
 
 
-class UnreadTensors(_Columns[Unread]):
+class UnreadTensors(_Columns[UnreadTensor]):
     """Stored tensors that are read from `source` when they are copied."""
 
     def __init__(self, source: PackedSource, parts: Mapping[str, Wanted]) -> None:
@@ -145,12 +151,12 @@ class UnreadTensors(_Columns[Unread]):
         super().__init__(parts)
         self._source = source
 
-    def _make(self, numbers: Column) -> list[Unread]:
+    def _make(self, numbers: Column) -> list[UnreadTensor]:
         places = self._places.of(numbers)
         columns = (places.file.tolist(), places.start.tolist(), places.nbytes.tolist())
         specs = [self._specs[number] for number in numbers.tolist()]
         return [
-            Unread(
+            UnreadTensor(
                 source=self._source,
                 spec=spec,
                 file=places.files[file],
@@ -163,7 +169,7 @@ class UnreadTensors(_Columns[Unread]):
     @override
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
-    ) -> list[tuple[Tensor, Unread]]:
+    ) -> list[tuple[Tensor, UnreadTensor]]:
         """Read and copy all tensors in bulk if all are small; otherwise return them all."""
         # Beside large tensors or other containers `TensorSource.copy` gets all of them at once,
         # and so reads each block once.

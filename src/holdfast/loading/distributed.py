@@ -27,12 +27,12 @@ from holdfast.errors import (
     is_damage,
 )
 from holdfast.events import Emitter
-from holdfast.loading.apply import Applying
-from holdfast.loading.broadcast_plan import Runs, Sharing, Turn, turns_of
-from holdfast.loading.search import LoadCandidate, LoadOptions, Reader, Search
+from holdfast.loading.apply import CheckpointApplier
+from holdfast.loading.broadcast_plan import BlockTurn, Runs, Sharing, turns_of
+from holdfast.loading.search import CheckpointSearch, LoadCandidate, LoadOptions, Search
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
-from holdfast.ranks.coordinator import GRACE_S, Coordinator, Failure, decoded
+from holdfast.ranks.coordinator import GRACE_S, Coordinator, RankFailure, decoded
 from holdfast.ranks.waiting import Watch
 from holdfast.root.catalog import Entry
 from holdfast.store.base import Store
@@ -114,18 +114,18 @@ def applying(
     *,
     timeout_s: float,
     broadcasts: bool = False,
-) -> Applying:
+) -> CheckpointApplier:
     """Return what applies checkpoints in this rank; no message may take longer than `timeout_s`.
 
     With `broadcasts` ranks read for each other what several of them need.
     """
     if ranks.world_size == 1:
-        return Applying(store, owner, emit)
-    kind = LeadingApplying if ranks.is_leader else FollowingApplying
+        return CheckpointApplier(store, owner, emit)
+    kind = LeaderLoad if ranks.is_leader else FollowingApplying
     return kind(store, owner, emit, ranks, timeout_s=timeout_s, broadcasts=broadcasts)
 
 
-class _RanksApplying(Applying):
+class _RanksApplying(CheckpointApplier):
     """Common part of a leader's and a follower's loads."""
 
     def __init__(
@@ -152,7 +152,7 @@ class _RanksApplying(Applying):
         self._num_messages = 0
 
     @override
-    def reader(self, **parts: Any) -> Reader:
+    def reader(self, **parts: Any) -> CheckpointSearch:
         sharing = None
         if self._exchange is not None:
             sharing = Sharing(
@@ -163,14 +163,14 @@ class _RanksApplying(Applying):
             )
         return self._make_reader(**parts, sharing=sharing)
 
-    def _make_reader(self, **parts: Any) -> Reader:
-        return Reader(**parts)
+    def _make_reader(self, **parts: Any) -> CheckpointSearch:
+        return CheckpointSearch(**parts)
 
-    def _agree(self, needs: Runs) -> Sequence[Turn]:
+    def _agree(self, needs: Runs) -> Sequence[BlockTurn]:
         """Tell the leader what blocks this rank needs; return the turns in which it takes part."""
         raise NotImplementedError
 
-    def _turns(self, note: _Turns) -> Sequence[Turn]:
+    def _turns(self, note: _Turns) -> Sequence[BlockTurn]:
         self._exchange_end = time.monotonic() + self._timeout_s
         return turns_of(self._ranks.rank, note.needs, note.of_rank)
 
@@ -213,7 +213,7 @@ class _RanksApplying(Applying):
         """Tell the other ranks that this one failed, in place of the message `tag`."""
         # Ranks that this does not reach notice at the deadline.
         with suppress(HoldfastError):
-            self._ranks.fail(tag, Failure.of(error, phase=phase), timeout_s=_FAIL_S)
+            self._ranks.fail(tag, RankFailure.of(error, phase=phase), timeout_s=_FAIL_S)
 
     def _limit_s(self, error: HoldfastError | None) -> float:
         """Return how long to wait for other ranks: until its end, after an exchange that failed."""
@@ -241,14 +241,14 @@ class _RanksApplying(Applying):
         return _Answer(kind, str(error) or repr(error))
 
 
-class LeadingApplying(_RanksApplying):
+class LeaderLoad(_RanksApplying):
     """The leader's part in loads by all ranks."""
 
     _refusal: HoldfastError | None = None
     """Error that another rank's answer has raised while this one was reading."""
 
     @override
-    def _make_reader(self, **parts: Any) -> Reader:
+    def _make_reader(self, **parts: Any) -> CheckpointSearch:
         return _LeadingReader(**parts, loads=self)
 
     @override
@@ -268,7 +268,7 @@ class LeadingApplying(_RanksApplying):
     def _expect_same_calls(self, calls: Sequence[_Call]) -> None:
         """Raise `RanksFailed` if another rank has called something else than this one."""
         own = self._call
-        odd: dict[int, Failure] = {}
+        odd: dict[int, RankFailure] = {}
         for rank, call in enumerate(calls):
             names = [
                 name
@@ -282,7 +282,7 @@ class LeadingApplying(_RanksApplying):
                 for of in (call, own)
             )
             why = f"it calls {theirs}; the leader calls {ours}. All ranks must call the same"
-            odd[rank] = Failure("calling it", why)
+            odd[rank] = RankFailure("calling it", why)
         if odd:
             raise RanksFailed(f"{own.method}(), {self._tag}", odd)
 
@@ -310,7 +310,7 @@ class LeadingApplying(_RanksApplying):
         found.prepared.note_untaken(untaken)
 
     @override
-    def _agree(self, needs: Runs) -> Sequence[Turn]:
+    def _agree(self, needs: Runs) -> Sequence[BlockTurn]:
         try:
             posts = self._after(_Needs(needs))
         except HoldfastError as error:
@@ -333,7 +333,7 @@ class LeadingApplying(_RanksApplying):
             if answer.kind == "unread":
                 raise TransientStoreError(text)
             if answer.kind == "failed":
-                raise RanksFailed("the load", {rank: Failure("reading", answer.reason)})
+                raise RanksFailed("the load", {rank: RankFailure("reading", answer.reason)})
         return posts
 
     def _share(self, posts: Sequence[_Answer | _Needs]) -> _Turns:
@@ -390,17 +390,17 @@ class LeadingApplying(_RanksApplying):
 
 
 @dataclass(slots=True)
-class _LeadingReader(Reader):
+class _LeadingReader(CheckpointSearch):
     """Reader whose candidates all ranks must be able to use."""
 
-    loads: LeadingApplying = None  # type: ignore[assignment]  # fields before it have defaults
+    loads: LeaderLoad = None  # type: ignore[assignment]  # fields before it have defaults
 
     @override
     def read(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
         is_remote = self.catalog.home(entry.folder) is not self.catalog.store
         self.loads.ask_to_read(entry, is_remote=is_remote)
         try:
-            candidate = Reader.read(self, entry, options)
+            candidate = CheckpointSearch.read(self, entry, options)
         except HoldfastError as error:
             self.loads.expect_ready(entry, error)
             raise
@@ -459,7 +459,7 @@ class FollowingApplying(_RanksApplying):
         return _ready(search.candidate)
 
     @override
-    def _agree(self, needs: Runs) -> Sequence[Turn]:
+    def _agree(self, needs: Runs) -> Sequence[BlockTurn]:
         self._post(_Needs(needs))
         try:
             note = self._hear()

@@ -14,7 +14,7 @@ from holdfast.state.selection import WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sides:
+class MissingComponentPolicy:
     """Arguments of a load that allow components in the state only, or in the checkpoint only."""
 
     new: Collection[str] = ()
@@ -31,7 +31,7 @@ class Sides:
         new: Iterable[str],
         without: Iterable[str],
         allows: Callable[[str], bool] | None,
-    ) -> Sides:
+    ) -> MissingComponentPolicy:
         """Create them from the arguments of a load, checked against the live state.
 
         Raises:
@@ -59,7 +59,7 @@ class Sides:
         state: Mapping[str, Any],
         manifest: Manifest,
         is_asked: Callable[[str], bool],
-    ) -> OneSided:
+    ) -> SkippedComponents:
         """Find the allowed components that only the state or only a checkpoint has.
 
         Components that were dropped from the checkpoint, or that it omitted, are never new.
@@ -69,7 +69,7 @@ class Sides:
         live, known = {*state, RNG}, {*stored, *manifest.left_out}
         new = [name for name in (*state, RNG) if name not in known and self._may(name, self.new)]
         without = [n for n in stored if n not in live and self._may(n, self.without)]
-        return OneSided(
+        return SkippedComponents(
             new=tuple(filter(is_asked, dict.fromkeys(new))),
             without=tuple(filter(is_asked, without)),
         )
@@ -97,7 +97,7 @@ class Sides:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneSided:
+class SkippedComponents:
     """Components that a load skips because only the state or only the checkpoint has them."""
 
     new: tuple[str, ...]

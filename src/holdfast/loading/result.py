@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from holdfast.loading.search import LoadCandidate, Reader
+from holdfast.loading.search import CheckpointSearch, LoadCandidate
 from holdfast.results import Checkpoint, describe
 from holdfast.state.modules import note_loaded
 from holdfast.state.patterns import listed
@@ -46,7 +46,7 @@ class ScriptSettings:
         return (*notes, *self._settings.replaced()), origins
 
 
-def loaded(found: LoadCandidate, reader: Reader, replaced: Sequence[str]) -> Checkpoint:
+def loaded(found: LoadCandidate, reader: CheckpointSearch, replaced: Sequence[str]) -> Checkpoint:
     """Describe the checkpoint that was loaded, with notes, and those that were skipped for it."""
     manifest = found.entry.manifest
     notes = [*reader.notes, *found.one_sided.notes, *found.prepared.notes]

@@ -37,11 +37,15 @@ from holdfast.format.layout import RNG, AttemptName, parse_attempt, writer_key
 from holdfast.format.manifest import Manifest
 from holdfast.loading.broadcast_plan import Sharing
 from holdfast.loading.open import Opened, open_checkpoint
-from holdfast.loading.optional_components import OneSided, Sides, with_hint
+from holdfast.loading.optional_components import (
+    MissingComponentPolicy,
+    SkippedComponents,
+    with_hint,
+)
 from holdfast.loading.tensor_reader import Held, TensorReader
 from holdfast.ownership.claim import Choice, dropped
 from holdfast.ownership.leases import BeingDeleted, expect_kept, kept
-from holdfast.results import Seen
+from holdfast.results import KnownCommit
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
 from holdfast.state.capture.edits import Edit, EditedLoad, edited_load
@@ -88,7 +92,7 @@ class LoadOptions:
     in_place: bool = False
     """Whether bytes are read straight into the live tensors, before all of them were checked.
     Damage that is found later leaves the state partly old and partly stored."""
-    sides: Sides = field(default_factory=Sides)
+    sides: MissingComponentPolicy = field(default_factory=MissingComponentPolicy)
     """Components that only the state or only the checkpoint may have; the load is still full."""
 
     @property
@@ -149,7 +153,7 @@ class LoadCandidate:
     tensors: StoredTensors
     reader: TensorReader
     """Reads the tensors that were not read yet."""
-    one_sided: OneSided
+    one_sided: SkippedComponents
     """Components that are not loaded, because only the state or only the checkpoint has them."""
     by_rank: frozenset[str]
     """Components of which each rank has its own state."""
@@ -165,7 +169,7 @@ class LoadCandidate:
 
 
 @dataclass(slots=True)
-class Reader:
+class CheckpointSearch:
     """Finds, reads and checks checkpoints of one run, to be applied to one live state."""
 
     catalog: Catalog
@@ -243,7 +247,7 @@ class Reader:
         options: LoadOptions,
         components: list[str],
         unsaved: Collection[str],
-        one_sided: OneSided,
+        one_sided: SkippedComponents,
     ) -> LoadCandidate:
         if self.sharing is not None and options.in_place:
             raise UsageError("in_place=True: not with broadcast=True, which needs fresh memory")
@@ -585,13 +589,13 @@ class Search:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: CheckpointSearch,
         which: str | int | None,
         *,
         walks: bool,
         options: LoadOptions | None = None,
         unhealthy: Unhealthy = "avoid",
-        seen: Seen | None = None,
+        seen: KnownCommit | None = None,
         refuse: Callable[[Entry | None], None] | None = None,
     ) -> None:
         """`refuse` raises an error for a choice that the run must not continue from."""

@@ -31,7 +31,7 @@ from holdfast.loading.plan import (
     wanted_by_file,
 )
 from holdfast.staging.arena import Arena
-from holdfast.state.planning.copying import Stored, Unread, bytes_of, copy_tensors, is_plain
+from holdfast.state.planning.copying import Stored, UnreadTensor, bytes_of, copy_tensors, is_plain
 from holdfast.state.shards import LocalShards
 from holdfast.store.base import Store
 from holdfast.threads.pools import Threads
@@ -125,7 +125,7 @@ class TensorReader:
             plan.check(file, wanted)
         self._pipeline.run(plan)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
+    def copy(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
         """Read the stored tensor of each pair into the live one; see `TensorSource`."""
         # Threads copy, not on the caller's stream: pending uses of the live tensors must end first.
         for device in {live.device for live, _ in pairs if live.is_cuda}:
@@ -163,7 +163,7 @@ class TensorReader:
 
     def _copy_batch(
         self,
-        pairs: Sequence[tuple[Tensor, Unread]],
+        pairs: Sequence[tuple[Tensor, UnreadTensor]],
         targets: Sequence[Any | None],
         places: Places,
         numbers: Column,
@@ -223,7 +223,7 @@ class TensorReader:
         return ReadPlan(self._opened.index.block_nbytes)
 
 
-def _places(tensors: Sequence[Unread]) -> Places:
+def _places(tensors: Sequence[UnreadTensor]) -> Places:
     """Return the files and offsets of unread tensors as columns."""
     files = sorted({unread.file for unread in tensors})
     numbers = {file: number for number, file in enumerate(files)}

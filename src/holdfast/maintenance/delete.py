@@ -31,7 +31,7 @@ from holdfast.store.base import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class DeletionPlan:
     """A deletion that a user asks for, and what is known about it."""
 
     entry: Entry
@@ -49,7 +49,7 @@ class Asked:
     """Why it cannot be deleted now, such as a reader; empty if it can."""
 
 
-def examine(store: Store, entry: Entry, components: Sequence[str] = ()) -> Asked:
+def examine(store: Store, entry: Entry, components: Sequence[str] = ()) -> DeletionPlan:
     """Find out what deleting a checkpoint, or components of it, would do. Writes nothing."""
     marks, manifest = entry.marks, entry.manifest
     nbytes = parts_of(store, entry.folder, manifest, marks).nbytes
@@ -63,7 +63,7 @@ def examine(store: Store, entry: Entry, components: Sequence[str] = ()) -> Asked
     if is_latest and after is None and not components:
         expect_nothing_left_behind(Catalog(store), entry.folder)
     leases = Readers(store).of(entry.folder)
-    return Asked(
+    return DeletionPlan(
         entry=entry,
         components=tuple(components),
         nbytes=nbytes,
@@ -93,7 +93,7 @@ def _expect_components(entry: Entry, components: Sequence[str]) -> None:
 
 
 def remove(
-    store: Store, asked: Asked, *, reason: str, emit: Emitter, watch: Wait | None = None
+    store: Store, asked: DeletionPlan, *, reason: str, emit: Emitter, watch: Wait | None = None
 ) -> str:
     """Delete or thin a checkpoint as `examine` described it; return why it was kept, or "".
 
@@ -132,7 +132,7 @@ def remove(
     return ""
 
 
-def _moved(asked: Asked) -> str:
+def _moved(asked: DeletionPlan) -> str:
     """Say that the claim has moved the run, though nothing was deleted after it."""
     if not asked.is_latest or asked.components:
         return ""
@@ -140,7 +140,9 @@ def _moved(asked: Asked) -> str:
     return f"; but the run begins {base} from now on, unless it resumes this one by name"
 
 
-def _carry_out(store: Store, asked: Asked, claim: Claim, reason: str, readers: Readers) -> Removal:
+def _carry_out(
+    store: Store, asked: DeletionPlan, claim: Claim, reason: str, readers: Readers
+) -> Removal:
     folder, even_held = asked.entry.folder, bool(asked.keeps)
     if asked.components:
         return thin(
@@ -172,7 +174,7 @@ def finish(store: Store, folder: str, *, emit: Emitter) -> None:
         owner.release()
 
 
-def _expect_nothing_new(store: Store, asked: Asked) -> None:
+def _expect_nothing_new(store: Store, asked: DeletionPlan) -> None:
     """Raise `NoCheckpoint` if the checkpoint or its marks changed since the user was asked."""
     fresh = Catalog(store).entry(asked.entry.name)
     if fresh is None:
@@ -199,7 +201,7 @@ def _standings(store: Store) -> Iterator[Choice]:
         yield standing(store)
 
 
-def _choices(store: Store, asked: Asked, reason: str) -> Iterator[Choice]:
+def _choices(store: Store, asked: DeletionPlan, reason: str) -> Iterator[Choice]:
     """Yield, for each try to claim, the checkpoint to resume from afterwards.
 
     Marked as a rollback if that is another one than before, so that what an earlier rollback left

@@ -22,7 +22,7 @@ from holdfast.policy.retention import Decision, judge, may_rest_on, unmet
 from holdfast.policy.rule import MAIN, Candidate, Rule
 from holdfast.policy.rules import Nothing, recorded_time
 from holdfast.policy.savers import Due, SideSaver
-from holdfast.policy.schedule import Schedule
+from holdfast.policy.schedule import SaveSchedule
 from holdfast.policy.texts import policies_of, rule_of
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.upload_records import Ledger
@@ -240,7 +240,7 @@ class _Coming:
             every, parts = policies_of(policy.every), policy.parts
             names = [name for name in parts if name in every]
             sides = [SideSaver(n, every=every[n], components=parts[n]) for n in names]
-            schedule, now = Schedule(every[MAIN], sides), self._now
+            schedule, now = SaveSchedule(every[MAIN], sides), self._now
             schedule.stand_on(now, self._history)
             for _ in range(_MAX_LOOKS):
                 now = self._at(schedule.quiet_until(now))

@@ -1,7 +1,8 @@
 """Maintenance that a manager does after its claims and saves; errors are logged (invariant 8).
 
-`ManagerChores` calls it in order, in the thread that saves: retention and garbage collection by the
-`Housekeeper`, `Uploads` to a second root, and measurements for `every="auto"` (`Tuning`).
+`PostSaveTasks` calls it in order, in the thread that saves: retention and garbage collection by
+the `Housekeeper`, `UploadQueries` to a second root, and `IntervalMeasurements` for
+`every="auto"`.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class Housekeeper:
             self._emit("housekeeping_failed", f"{what}: {error!r}")
 
 
-class Uploads:
+class UploadQueries:
     """The manager's interface to uploads; this default, for one root, is a no-op.
 
     `replication.mirror.Mirror` uploads to a second root.
@@ -185,7 +186,7 @@ class Uploads:
         """Upload queued checkpoints until a deadline, then stop the upload thread."""
 
 
-class Tuning:
+class IntervalMeasurements:
     """Passes measured save costs to the automatic interval (`Auto`); no-op without one.
 
     Costs are those recorded in the root, and new ones of this process. Owns when and in which
@@ -247,7 +248,7 @@ class Tuning:
             self._emit("interval", text, interval_s=plan.interval_s, limit=plan.limit)
 
 
-class ManagerChores:
+class PostSaveTasks:
     """Calls a manager's maintenance tasks (retention, tuning, uploads) in the right order."""
 
     def __init__(
@@ -255,8 +256,8 @@ class ManagerChores:
         manager: exits.Finishes,
         owner: Ownership,
         housekeeper: Housekeeper,
-        uploads: Uploads,
-        tuning: Tuning,
+        uploads: UploadQueries,
+        tuning: IntervalMeasurements,
     ) -> None:
         self._manager = manager
         self._owner = owner
@@ -282,7 +283,7 @@ class ManagerChores:
         self._owner.let_others_claim()
 
 
-class FollowingChores(ManagerChores):
+class FollowingChores(PostSaveTasks):
     """Maintenance of a follower: none, as the leader does it for all ranks."""
 
     @override

@@ -35,14 +35,14 @@ from holdfast.ownership.claim import Choice, settled_choice
 from holdfast.ownership.owner import Ownership
 from holdfast.ownership.process import utc_now
 from holdfast.ownership.tiered import TieredOwnership
-from holdfast.ownership.tiered_options import Rules
+from holdfast.ownership.tiered_options import TierRules
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import recorded_time
 from holdfast.ranks.coordinator import LEADER
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import put_once, remove_scratch
 from holdfast.saving.free_space import lack_of_room
-from holdfast.saving.probe import Ask, Look, SaveSize, nobody
+from holdfast.saving.probe import Ask, ProbeResult, SaveSize, nobody
 from holdfast.store.base import Store
 from holdfast.threads.workers import Workers, gather
 
@@ -112,7 +112,7 @@ class _OtherRanks:
     def __init__(self, store: Store, ask: Ask) -> None:
         self._store = store
         self._ask = ask
-        self.looks: Sequence[Look] = ()
+        self.looks: Sequence[ProbeResult] = ()
         self.apart: list[str] = []
         """Which rank does not see what, a line each."""
 
@@ -136,13 +136,13 @@ class _OtherRanks:
             for problem in found.problems:
                 yield f"rank {rank} on {found.host}: {problem}"
 
-    def _by_rank(self) -> Iterator[tuple[int, Look]]:
+    def _by_rank(self) -> Iterator[tuple[int, ProbeResult]]:
         return enumerate(self.looks, start=1)
 
 
-def look(store: Store, rank: int, emit: Emitter, folder: str) -> Look:
+def look(store: Store, rank: int, emit: Emitter, folder: str) -> ProbeResult:
     """Try the operations of a save, as a follower, in the scratch folder of the leader."""
-    found = Look(host=socket.gethostname())
+    found = ProbeResult(host=socket.gethostname())
     try:
         store.refresh_folder(folder)
         sees = store.get(_key_of(folder, LEADER)) == _SECOND
@@ -323,11 +323,17 @@ _CLOCK_SKEW_S = 60.0
 """Difference between the clocks of two hosts for which no warning is logged, in seconds."""
 
 
-class Beginning:
+class FirstSaveChecks:
     """Checks whether a run may begin to save, and claims the run."""
 
     def __init__(
-        self, catalog: Catalog, owner: Ownership, rules: Rules, emit: Emitter, *, preflight: bool
+        self,
+        catalog: Catalog,
+        owner: Ownership,
+        rules: TierRules,
+        emit: Emitter,
+        *,
+        preflight: bool,
     ) -> None:
         self._catalog = catalog
         self._store = catalog.store

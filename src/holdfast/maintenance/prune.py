@@ -12,7 +12,7 @@ from holdfast.errors import FormatError, NotSealed, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
 from holdfast.maintenance.resume_plan import obstacle_of
-from holdfast.maintenance.retention import Deleter, Planned, Pruned, plan
+from holdfast.maintenance.retention import Deleter, PlannedDecision, Pruned, plan
 from holdfast.ownership.claim import Choice, Wait
 from holdfast.ownership.leases import Readers
 from holdfast.ownership.owner import Ownership
@@ -25,7 +25,7 @@ from holdfast.store.base import Store
 
 def preview(
     store: Store, rule: Rule, *, known: Mapping[str, Manifest] | None = None
-) -> tuple[Planned, ...]:
+) -> tuple[PlannedDecision, ...]:
     """Plan which checkpoints `prune` would delete now. Claims and writes nothing.
 
     `known`: manifests that were read before, by folder.

@@ -34,7 +34,7 @@ from holdfast.store.base import Store, is_one_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlannedDecision:
     """A retention decision and the checkpoint that it is about."""
 
     entry: Entry
@@ -57,7 +57,7 @@ def plan(
     epoch: int,
     resumed_from: tuple[int, int] | None,
     replaces: bool = False,
-) -> tuple[Planned, ...]:
+) -> tuple[PlannedDecision, ...]:
     """Decide for each committed checkpoint of this run whether it stays, newest first.
     Leaves out checkpoints of epochs after `epoch`, the caller's: a later writer decides on them.
     Those from before a fresh start are left out too, and so stay.
@@ -72,7 +72,9 @@ def plan(
         replaces=replaces,
         share_files=lambda a, b: share_files(catalog.store, by_order[a], by_order[b]),
     )
-    return tuple(Planned(entry=by_order[made.entry.order], decision=made) for made in decisions)
+    return tuple(
+        PlannedDecision(entry=by_order[made.entry.order], decision=made) for made in decisions
+    )
 
 
 def share_files(store: Store, one: Entry, other: Entry) -> bool:
@@ -112,7 +114,7 @@ def candidate(store: Store, entry: Entry) -> Candidate:
 class Pruned:
     """Result of applying a retention rule: its decisions, newest first, and the deletions."""
 
-    planned: tuple[Planned, ...] = ()
+    planned: tuple[PlannedDecision, ...] = ()
     deleted: list[str] = field(default_factory=list)
     """Folders that were deleted."""
     thinned: list[str] = field(default_factory=list)
@@ -174,7 +176,7 @@ class Deleter:
         """Claims read under the claim `_claimed`, by epoch. They change only when a run is claimed
         whose two tiers had been claimed apart."""
         self._claimed = 0
-        self._failures: dict[str, Planned] = {}
+        self._failures: dict[str, PlannedDecision] = {}
         """Deletions that failed or did not finish, by folder."""
         self.report = Pruned()
         """Result of the last `carry_out` call."""
@@ -239,9 +241,9 @@ class Deleter:
         self._unclear = frozenset(unclear)
         why = "uploaded, and keep_local=0"
         made = Decision(entry=candidate(self._store, entry), keep=False, reason=why)
-        self._execute(claim, Planned(entry=entry, decision=made))
+        self._execute(claim, PlannedDecision(entry=entry, decision=made))
 
-    def _report_lacks(self, planned: Sequence[Planned]) -> None:
+    def _report_lacks(self, planned: Sequence[PlannedDecision]) -> None:
         """Warn of what parts of the rule need and no checkpoint has, once it cannot come late."""
         newest = max((item.entry.step for item in planned), default=0)
         entries = [item.decision.entry for item in planned]
@@ -278,7 +280,7 @@ class Deleter:
                 self._execute(claim, item)
 
     def _proven_base(
-        self, item: Planned, planned: Sequence[Planned], damaged: set[str]
+        self, item: PlannedDecision, planned: Sequence[PlannedDecision], damaged: set[str]
     ) -> Entry | None:
         """Find a newer verified checkpoint that stays and can replace `item`.
 
@@ -329,7 +331,7 @@ class Deleter:
         reject(self._store, entry.folder, by="retention", reason=f"read back: {problems}")
         return False
 
-    def _execute(self, claim: Claim, item: Planned) -> None:
+    def _execute(self, claim: Claim, item: PlannedDecision) -> None:
         self._failures.pop(item.entry.folder, None)
         try:
             if item.decision.keep:
@@ -342,7 +344,7 @@ class Deleter:
             self._failures[item.entry.folder] = item
             self._report_failure(item.entry, error)
 
-    def _retract(self, claim: Claim, item: Planned) -> None:
+    def _retract(self, claim: Claim, item: PlannedDecision) -> None:
         entry, why = item.entry, item.decision.reason
         self._manifests.pop(entry.folder, None)
         removal = retract(
@@ -371,7 +373,7 @@ class Deleter:
             )
             self._readers.tidy(folder)
 
-    def _thin(self, claim: Claim, item: Planned) -> None:
+    def _thin(self, claim: Claim, item: PlannedDecision) -> None:
         entry, why, components = item.entry, item.decision.reason, item.decision.drop
         removal = thin(
             self._store,

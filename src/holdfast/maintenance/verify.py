@@ -42,11 +42,11 @@ from holdfast.maintenance.verify_encrypted import scrub
 from holdfast.maintenance.verify_reads import (
     BlockToCheck,
     CheckedBlock,
+    CheckedBytes,
     FolderReader,
     Problem,
     Progress,
     RootReport,
-    Tally,
     VerifyReport,
     again,
     look_at,
@@ -214,7 +214,7 @@ class _Inspection:
         self._folder = folder
         self._notes: list[str] = []
         self._reader = FolderReader(store, folder, self._notes)
-        self._tally = Tally(folder, progress)
+        self._tally = CheckedBytes(folder, progress)
         self._problems: list[Problem] = []
         self._here: Manifest | None = None
         """The manifest without the components that retention deleted."""

@@ -23,10 +23,10 @@ from holdfast.format.manifest import MAX_MANIFEST_NBYTES, FileEntry
 from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.maintenance.verify_reads import (
     BlockToCheck,
+    CheckedBytes,
     FolderReader,
     Problem,
     Progress,
-    Tally,
     VerifyReport,
     look_at,
     problem_of,
@@ -68,7 +68,7 @@ def _scrubbed(
     if dropped:
         notes.append("retention has dropped components of it, and which files these had is sealed")
     total = sum(entry.nbytes for entry in visible.files.values())
-    tally = Tally(folder, progress, total=total)
+    tally = CheckedBytes(folder, progress, total=total)
     problems += _files(reader, visible.files, tally, may_be_gone=dropped)
     notes += [f"{name} is not listed in the manifest" for name in _unlisted(visible, names)]
     return VerifyReport(
@@ -85,7 +85,7 @@ def _scrubbed(
 def _files(
     reader: FolderReader,
     files: Mapping[str, FileEntry],
-    tally: Tally,
+    tally: CheckedBytes,
     *,
     may_be_gone: bool,
 ) -> Iterator[Problem]:
@@ -106,7 +106,7 @@ def _files(
     looks = _digests(reader, whole, tally)
     # Read files that differ a second time: a transient error is not damage.
     other = {name: whole[name] for name, look in looks.items() if _differs(look, whole[name])}
-    looks |= _digests(reader, other, Tally("", None))
+    looks |= _digests(reader, other, CheckedBytes("", None))
     for name, look in looks.items():
         if isinstance(look, HoldfastError):
             yield from _unread(name, look, may_be_gone=may_be_gone)
@@ -127,7 +127,7 @@ def _unread(name: str, error: HoldfastError, *, may_be_gone: bool) -> Iterator[P
 
 
 def _digests(
-    reader: FolderReader, files: Mapping[str, FileEntry], tally: Tally
+    reader: FolderReader, files: Mapping[str, FileEntry], tally: CheckedBytes
 ) -> dict[str, str | HoldfastError]:
     """Compute the digest of each stored file, or the error that reading it gave."""
     digests = {name: bytearray() for name in files}

@@ -158,7 +158,7 @@ class CheckedBlock:
         return self.error is None and self.block.expected in (b"", self.digest)
 
 
-class Tally:
+class CheckedBytes:
     """Counts checked bytes and reports them to a progress callback."""
 
     def __init__(self, folder: str, progress: Progress | None, *, total: int = 0) -> None:

@@ -395,7 +395,7 @@ def settled_choice(entry: Entry, *, is_rollback: bool) -> Iterator[Choice]:
     )
 
 
-class Heartbeat:
+class ClaimHeartbeat:
     """Background thread that renews the `alive` record of a claim until it is stopped."""
 
     def __init__(self, store: Store, claim: Claim, emit: Emitter) -> None:

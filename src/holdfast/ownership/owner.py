@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.events import Emitter
-from holdfast.ownership.claim import Choice, Claim, Heartbeat, check_owner, claim_run, held
+from holdfast.ownership.claim import Choice, Claim, ClaimHeartbeat, check_owner, claim_run, held
 from holdfast.root.nesting import others_in
 from holdfast.store.base import Store
 
@@ -33,7 +33,7 @@ class Ownership:
         self._store = store
         self._takeover = takeover
         self._emit = emit
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat: ClaimHeartbeat | None = None
         self._sequence = 0
         self.claim: Claim | None = None
         self.has_committed = False
@@ -57,7 +57,7 @@ class Ownership:
             claim = self._claim(choices)
         finally:
             self._end_heartbeat(is_over=before is not None and self._may_close(), timeout_s=END_S)
-        self._heartbeat = Heartbeat(self._store, claim, self._emit)
+        self._heartbeat = ClaimHeartbeat(self._store, claim, self._emit)
         # A manager that is dropped without being closed must not look alive for ever.
         weakref.finalize(self, self._heartbeat.ask_to_stop)
         weakref.finalize(self, held.discard, claim.nonce)
@@ -109,7 +109,7 @@ class Ownership:
         self._end(heartbeat, is_over=is_over, timeout_s=timeout_s)
 
     def _end(
-        self, heartbeat: Heartbeat | None, *, is_over: bool, timeout_s: float, **where: Any
+        self, heartbeat: ClaimHeartbeat | None, *, is_over: bool, timeout_s: float, **where: Any
     ) -> None:
         if heartbeat is None:
             return

@@ -31,7 +31,7 @@ from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.ownership.claim import (
     Choice,
     Claim,
-    Heartbeat,
+    ClaimHeartbeat,
     check_owner,
     committed,
     epoch_after,
@@ -64,7 +64,7 @@ class TieredOwnership(Ownership):
         super().__init__(catalog.store, takeover=takeover, emit=emit)
         self.catalog = catalog
         self._remote = catalog.remote.store
-        self._remote_heartbeat: Heartbeat | None = None
+        self._remote_heartbeat: ClaimHeartbeat | None = None
         self._scratch = threading.Lock()
         self.remote_claim: Claim | None = None
         self.remote_has_committed = False
@@ -305,7 +305,7 @@ class TieredOwnership(Ownership):
         if self.remote_claim is None:
             return
         emit = remote_emitter(self._emit, self._remote.url, only_first=True)
-        self._remote_heartbeat = Heartbeat(self._remote, self.remote_claim, emit)
+        self._remote_heartbeat = ClaimHeartbeat(self._remote, self.remote_claim, emit)
         weakref.finalize(self, self._remote_heartbeat.ask_to_stop)
 
     def _end_remotely(self, claim: Claim | None, timeout_s: float) -> None:

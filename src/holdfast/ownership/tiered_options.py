@@ -61,7 +61,7 @@ class TieredOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rules:
+class TierRules:
     """Retention rules of the two tiers of a run; with one tier, only `local` applies."""
 
     local: Rule
@@ -74,7 +74,7 @@ class Rules:
         keep: Rule | str | None,
         savers: Sequence[SideSaver],
         parts: Collection[str] | None = None,
-    ) -> Rules:
+    ) -> TierRules:
         """Combine the retention of `root`, `keep` and `savers`; check that it names only `parts`.
 
         `parts=None`: the components of the state are not yet known, and not checked.

@@ -70,7 +70,7 @@ class NewValues:
     """Those that are the same object at the `_MAX_REPEATS`th step in a row."""
 
 
-class Measured:
+class MetricChanges:
     """Finds the metrics that a loop has just measured among those that it passes at each step.
 
     A value is new if the call before had none or another one: some loops pass on the last value

@@ -54,7 +54,7 @@ def policies_of(
     return {MAIN: every, **policies}
 
 
-class Schedule:
+class SaveSchedule:
     """Decides when a run saves; remembers the last decision and the last save of each saver."""
 
     def __init__(

@@ -14,7 +14,7 @@ from holdfast.policy.clock import Time, Unit
 from holdfast.policy.rule import MAIN, Rule, flat
 from holdfast.policy.rules import Best, Nothing, parse_rule
 from holdfast.policy.savers import SavePolicy
-from holdfast.policy.schedule import Schedule
+from holdfast.policy.schedule import SaveSchedule
 from holdfast.policy.triggers import AnyTrigger, AtEnd, AtStart, Every, On, Trigger, parts_of
 
 _MAX_LENGTH = 10_000
@@ -23,7 +23,9 @@ _NOTHING = "0"
 """Text of the rule `Nothing`, as `Tiered(keep_local=0)` is written."""
 
 
-def policy_of(rule: Rule, remote: Rule | None, schedule: Schedule, *, replaces: bool) -> RunPolicy:
+def policy_of(
+    rule: Rule, remote: Rule | None, schedule: SaveSchedule, *, replaces: bool
+) -> RunPolicy:
     """Make the record of a run's rules and intervals; `remote` is the rule of a second tier."""
     every = {name: _policy_text(policy) for name, policy in schedule.policies.items()}
     return RunPolicy(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing_extensions import override
 
 from holdfast.errors import UsageError
-from holdfast.ranks.coordinator import Collected, Coordinator, Failure
+from holdfast.ranks.coordinator import Collected, Coordinator, RankFailure
 from holdfast.ranks.waiting import Watch
 
 
-class Alone(Coordinator):
+class SingleProcess(Coordinator):
     """Coordinator of the only rank of a run: starts no thread, sends nothing and never waits.
 
     >>> alone = Alone()
@@ -28,7 +28,7 @@ class Alone(Coordinator):
         self._posts[tag] = data
 
     @override
-    def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
+    def fail(self, tag: str, failure: RankFailure, *, timeout_s: float) -> None:
         """No-op: no other rank waits for this one."""
 
     @override

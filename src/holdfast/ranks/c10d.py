@@ -61,14 +61,14 @@ from holdfast.ranks.coordinator import (
     Collected,
     Coordinator,
     Exchange,
-    Failure,
+    RankFailure,
     decoded,
 )
 from holdfast.ranks.exchange import GroupExchange
-from holdfast.ranks.heartbeats import BEAT_A_RANK_S, BEAT_S, LOST_S, Heartbeat, Silences
+from holdfast.ranks.heartbeats import BEAT_A_RANK_S, BEAT_S, LOST_S, RankHeartbeat, Silences
 from holdfast.ranks.messages import (
     MAX_NUM_KEYS,
-    Store,
+    GroupStore,
     delete,
     get,
     has,
@@ -200,9 +200,9 @@ class C10d(Coordinator):
         except DeadlineExceeded as error:
             raise RanksSilent("meeting of all ranks", absent) from error
         self._group_store = store  # in rank 0 it may host the server, and end that with itself
-        self._heartbeat: Heartbeat | None = None
+        self._heartbeat: RankHeartbeat | None = None
         if processes is not None and not _grows(store):
-            self._heartbeat = Heartbeat(
+            self._heartbeat = RankHeartbeat(
                 partial(_send_beat, self._store, rank, is_default),
                 self._turn,
                 every_s=max(BEAT_S, world_size * BEAT_A_RANK_S),
@@ -249,7 +249,7 @@ class C10d(Coordinator):
         try:
             self.collect(tag, timeout_s=timeout_s, watch=watch).expect_all(tag)
         except RanksError as error:
-            self.fail(tag, Failure.of(error, phase="meeting"), timeout_s=_GET_S)
+            self.fail(tag, RankFailure.of(error, phase="meeting"), timeout_s=_GET_S)
             raise
         self.announce(tag, b"", timeout_s=timeout_s)
 
@@ -259,7 +259,7 @@ class C10d(Coordinator):
         self._within(timeout_s, partial(self._post, tag, data))
 
     @override
-    def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
+    def fail(self, tag: str, failure: RankFailure, *, timeout_s: float) -> None:
         say = self._announce if self.is_leader else self._post
         self._within(timeout_s, partial(say, tag, failure))
 
@@ -286,7 +286,7 @@ class C10d(Coordinator):
             raise RanksSilent(tag, [LEADER], why=ended.why[LEADER]) from None
         except DeadlineExceeded as error:
             raise RanksSilent(tag, [LEADER]) from error
-        if isinstance(said, Failure):
+        if isinstance(said, RankFailure):
             raise RanksFailed(tag, {LEADER: said})
         return said
 
@@ -298,17 +298,17 @@ class C10d(Coordinator):
             _ENDED.append((self._nonce, self._rounds))
             self._nonce = ""
 
-    def _post(self, tag: str, said: bytes | Failure) -> None:
+    def _post(self, tag: str, said: bytes | RankFailure) -> None:
         put(self._store, _post_name(self.rank, tag), said)
         num_posts = self._store.add(_count_key(tag), 1)
-        if isinstance(said, Failure) or num_posts == self.world_size:
+        if isinstance(said, RankFailure) or num_posts == self.world_size:
             self._store.set(_over_key(tag), b"")
 
-    def _announce(self, tag: str, said: bytes | Failure) -> None:
+    def _announce(self, tag: str, said: bytes | RankFailure) -> None:
         put(self._store, _announcement_name(tag), said)
         self._retire(tag, 0)
 
-    def _hear(self, tag: str, end: float, watch: Watch | None) -> bytes | Failure:
+    def _hear(self, tag: str, end: float, watch: Watch | None) -> bytes | RankFailure:
         name = _announcement_name(tag)
 
         def look(waited_s: float) -> None:
@@ -346,8 +346,8 @@ class C10d(Coordinator):
             ended = error.why
         posts = _take_posts(self._store, tag, self.world_size)
         self._retire(tag, len(posts))
-        failed = {rank: said for rank, said in posts.items() if isinstance(said, Failure)}
-        lost = {r: Failure("its script", why) for r, why in ended.items() if r not in posts}
+        failed = {rank: said for rank, said in posts.items() if isinstance(said, RankFailure)}
+        lost = {r: RankFailure("its script", why) for r, why in ended.items() if r not in posts}
         return Collected(
             came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
             failed={**failed, **lost},
@@ -454,7 +454,9 @@ class C10d(Coordinator):
                 return
             _delete_round(self._store, old_tag, self._rounds.pop(old_tag), self.world_size)
 
-    def _meet(self, store: TorchStore, absent: list[int], end: float, watch: Watch | None) -> Store:
+    def _meet(
+        self, store: TorchStore, absent: list[int], end: float, watch: Watch | None
+    ) -> GroupStore:
         """Agree on a nonce; return a clone of the store in which all keys begin with it."""
         own = _prefixed("holdfast", store).clone()
         own.set_timeout(timedelta(seconds=_GET_S))
@@ -475,7 +477,7 @@ class C10d(Coordinator):
         return met
 
     def _invite(
-        self, store: Store, absent: list[int], end: float, look: Callable[[float], None]
+        self, store: GroupStore, absent: list[int], end: float, look: Callable[[float], None]
     ) -> str:
         """Give a new nonce to each follower that says hello, and take it off `absent`."""
         nonce = secrets.token_hex(16)
@@ -492,7 +494,7 @@ class C10d(Coordinator):
         self._await(are_all_here, end, look)
         return nonce
 
-    def _delete_ended(self, store: Store, end: float) -> None:
+    def _delete_ended(self, store: GroupStore, end: float) -> None:
         """Delete the keys of closed coordinators, which no rank uses any more."""
         while _ENDED:
             nonce, rounds = _ENDED.pop()
@@ -506,7 +508,7 @@ class C10d(Coordinator):
                     former.delete_key(_process_key(rank))
                     former.delete_key(_beat_key(rank))
 
-    def _join(self, store: Store, end: float, look: Callable[[float], None]) -> str:
+    def _join(self, store: GroupStore, end: float, look: Callable[[float], None]) -> str:
         """Say hello to the leader, again to each newer one, until one answers with its nonce."""
         token, greeted = secrets.token_hex(16), b""
 
@@ -608,7 +610,7 @@ def _grows(store: TorchStore) -> bool:
     return isinstance(store, dist.FileStore)  # type: ignore[attr-defined]
 
 
-def _send_beat(store: Store, rank: int, is_default: bool, value: bytes) -> None:
+def _send_beat(store: GroupStore, rank: int, is_default: bool, value: bytes) -> None:
     """Send a heartbeat, but not after the end of torch's default group."""
     if not is_default or dist.is_initialized():
         store.set(_beat_key(rank), value)
@@ -624,19 +626,19 @@ def _stop_calls(turn: Condition, threads: CallThreads) -> None:
     turn.acquire(timeout=_EXIT_S)
 
 
-def _prefixed(prefix: str, store: TorchStore | Store) -> Store:
+def _prefixed(prefix: str, store: TorchStore | GroupStore) -> GroupStore:
     """Return a view of a store, in which each key begins with `prefix`."""
-    return cast(Store, PrefixStore(prefix, cast("TorchStore", store)))
+    return cast(GroupStore, PrefixStore(prefix, cast("TorchStore", store)))
 
 
-def _take_posts(store: Store, tag: str, world_size: int) -> dict[int, bytes | Failure]:
+def _take_posts(store: GroupStore, tag: str, world_size: int) -> dict[int, bytes | RankFailure]:
     """Read and delete the posts of a round that have arrived; return them by rank."""
     names = {_post_name(rank, tag): rank for rank in range(world_size)}
     found = take_present(store, [*names])
     return {names[name]: said for name, said in found.items()}
 
 
-def _delete_round(store: Store, tag: str, one: _Round, world_size: int) -> None:
+def _delete_round(store: GroupStore, tag: str, one: _Round, world_size: int) -> None:
     """Delete what is left of a round in the store."""
     are_left = store.add(_count_key(tag), 0) != one.num_taken
     store.delete_key(_count_key(tag))

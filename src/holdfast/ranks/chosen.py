@@ -9,7 +9,7 @@ import torch
 
 from holdfast.events import Emitter
 from holdfast.launched import has_group, present_ranks
-from holdfast.ranks.alone import Alone
+from holdfast.ranks.alone import SingleProcess
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.ranks.waiting import Processes
 
@@ -29,7 +29,7 @@ def coordinator_of(
     # Looked up, not imported: a build of torch may lack it.
     group = getattr(torch, "distributed", None)
     if ranks is None or group is None or not group.is_available():
-        return Alone()
+        return SingleProcess()
     if not has_group():
         started = present_ranks().world_size
         if started > 1:
@@ -39,9 +39,9 @@ def coordinator_of(
                 "manager saves alone. Make it after init_process_group; where each process has a "
                 "root of its own, pass ranks=None",
             )
-        return Alone()
+        return SingleProcess()
     if group.get_world_size() == 1:
-        return Alone()
+        return SingleProcess()
     from holdfast.ranks.c10d import C10d
 
     return C10d.of_default_group(processes=processes, warn=partial(emit, "warning"))

@@ -31,14 +31,14 @@ _NUM_KNOWN_USES = 100
 _MAX_REASON_LENGTH = 2000
 
 
-class Failure(NamedTuple):
+class RankFailure(NamedTuple):
     """Phase in which a rank failed, and why."""
 
     phase: str
     reason: str
 
     @classmethod
-    def of(cls, error: BaseException, *, phase: str) -> Failure:
+    def of(cls, error: BaseException, *, phase: str) -> RankFailure:
         """Describe an error that was raised in `phase`; a long message is cut.
 
         Failures of other ranks, which a `RanksFailed` passes on, are told without its own words.
@@ -57,7 +57,7 @@ class Collected:
     """Posts of one round, by rank, as the leader got them."""
 
     came: Mapping[int, bytes]
-    failed: Mapping[int, Failure]
+    failed: Mapping[int, RankFailure]
     silent: Sequence[int]
     """Ranks that had posted nothing by the deadline, or by the first failure."""
 
@@ -70,7 +70,7 @@ class Collected:
         return [self.came[rank] for rank in sorted(self.came)]
 
 
-class Transfer(ABC):
+class RankTransfer(ABC):
     """Handle of bytes under way between ranks."""
 
     @abstractmethod
@@ -89,7 +89,7 @@ class Exchange(ABC):
         self,
         sends: Sequence[tuple[int, memoryview]],
         receives: Sequence[tuple[int, memoryview]],
-    ) -> Transfer:
+    ) -> RankTransfer:
         """Begin to send buffers, and to fill others with what comes, each to or from a rank.
 
         Buffers must stay as they are until the transfer was waited for. A rank that was lost in an
@@ -144,7 +144,7 @@ class Coordinator(ABC):
         """
 
     @abstractmethod
-    def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
+    def fail(self, tag: str, failure: RankFailure, *, timeout_s: float) -> None:
         """Say that this rank failed, in place of its message of the round.
 
         In a follower that is its post: `collect` returns at once. In the leader it is the

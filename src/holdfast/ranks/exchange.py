@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from holdfast.errors import Disconnected
-from holdfast.ranks.coordinator import Exchange, Transfer
+from holdfast.ranks.coordinator import Exchange, RankTransfer
 
 
 class GroupExchange(Exchange):
@@ -45,7 +45,7 @@ class GroupExchange(Exchange):
         self,
         sends: Sequence[tuple[int, memoryview]],
         receives: Sequence[tuple[int, memoryview]],
-    ) -> Transfer:
+    ) -> RankTransfer:
         ops: list[_Operation] = []
         for peer, buffer in sends:
             host = torch.frombuffer(buffer, dtype=torch.uint8)
@@ -82,7 +82,7 @@ class _Operation:
     """Copies what was received to the host."""
 
 
-class _GroupTransfer(Transfer):
+class _GroupTransfer(RankTransfer):
     """Operations of torch.distributed under way; adds lost ranks to a set."""
 
     def __init__(

@@ -21,7 +21,7 @@ Longer than any usual call that keeps Python's lock: a large pickle, an index of
 """
 
 
-class Heartbeat:
+class RankHeartbeat:
     """Daemon thread that sends a number now and then, until it is stopped or the store is gone."""
 
     def __init__(self, send: Callable[[bytes], object], turn: Condition, *, every_s: float) -> None:

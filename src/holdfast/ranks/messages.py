@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.errors import FormatError, UsageError
-from holdfast.ranks.coordinator import Failure
+from holdfast.ranks.coordinator import RankFailure
 
 PIECE_NBYTES = 256 * 1024
 """Longest value: torch's server is slow with long ones, and cuts the connection above 8 MiB."""
@@ -20,10 +20,10 @@ MAX_NUM_KEYS = 256
 """Most keys in one call: calls with thousands take seconds."""
 
 
-class Store(Protocol):
+class GroupStore(Protocol):
     """Methods of torch's stores that are used here, some of which torch's own types lack."""
 
-    def clone(self) -> Store:
+    def clone(self) -> GroupStore:
         """Make a client with a connection of its own."""
 
     def set_timeout(self, timeout: timedelta, /) -> None:
@@ -48,9 +48,9 @@ class Store(Protocol):
         """Delete a key; return whether it existed."""
 
 
-def put(store: Store, name: str, said: bytes | Failure) -> None:
+def put(store: GroupStore, name: str, said: bytes | RankFailure) -> None:
     """Write a message; returns when the store has it."""
-    data, failure = (b"", said) if isinstance(said, Failure) else (said, None)
+    data, failure = (b"", said) if isinstance(said, RankFailure) else (said, None)
     pieces = [data[at : at + PIECE_NBYTES] for at in range(0, len(data), PIECE_NBYTES)] or [b""]
     if len(pieces) > MAX_NUM_PIECES:
         raise UsageError(f"{name}: {len(data)} bytes are too long for a message between ranks")
@@ -63,12 +63,12 @@ def put(store: Store, name: str, said: bytes | Failure) -> None:
     store.check([_key(name)])
 
 
-def has(store: Store, name: str) -> bool:
+def has(store: GroupStore, name: str) -> bool:
     """Whether a message has come."""
     return store.check([_key(name)])
 
 
-def get(store: Store, name: str) -> bytes | Failure:
+def get(store: GroupStore, name: str) -> bytes | RankFailure:
     """Read a message that has come.
 
     Raises:
@@ -77,9 +77,9 @@ def get(store: Store, name: str) -> bytes | Failure:
     return _read(store, name, store.get(_key(name)))
 
 
-def take_present(store: Store, names: Sequence[str]) -> dict[str, bytes | Failure]:
+def take_present(store: GroupStore, names: Sequence[str]) -> dict[str, bytes | RankFailure]:
     """Read and delete those of the named messages that have come, without waiting for others."""
-    found: dict[str, bytes | Failure] = {}
+    found: dict[str, bytes | RankFailure] = {}
     for start in range(0, len(names), MAX_NUM_KEYS):
         present = _present(store, names[start : start + MAX_NUM_KEYS])
         heads = store.multi_get([_key(name) for name in present]) if present else []
@@ -89,7 +89,7 @@ def take_present(store: Store, names: Sequence[str]) -> dict[str, bytes | Failur
     return found
 
 
-def delete(store: Store, name: str) -> None:
+def delete(store: GroupStore, name: str) -> None:
     """Delete a message, if it has come."""
     if has(store, name):
         _drop(store, name, store.get(_key(name)))
@@ -99,23 +99,23 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
     """First piece of a message."""
 
     num_more: Annotated[int, Meta(ge=0, lt=MAX_NUM_PIECES)]
-    failure: Failure | None
+    failure: RankFailure | None
     data: bytes
 
 
-def _present(store: Store, names: Sequence[str]) -> Sequence[str]:
+def _present(store: GroupStore, names: Sequence[str]) -> Sequence[str]:
     if store.check([_key(name) for name in names]):
         return names
     return [name for name in names if has(store, name)]
 
 
-def _read(store: Store, name: str, head: bytes) -> bytes | Failure:
+def _read(store: GroupStore, name: str, head: bytes) -> bytes | RankFailure:
     first = _decode(name, head)
     more = [store.get(_key(name, number + 1)) for number in range(first.num_more)]
     return first.failure or b"".join([first.data, *more])
 
 
-def _drop(store: Store, name: str, head: bytes) -> None:
+def _drop(store: GroupStore, name: str, head: bytes) -> None:
     for number in range(_decode(name, head).num_more + 1):
         store.delete_key(_key(name, number))
 

@@ -63,7 +63,7 @@ class Copied:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
+class PlannedCopy:
     """A checkpoint that is to be copied."""
 
     name: AttemptName
@@ -101,7 +101,7 @@ def plan(
     folders: Sequence[str],
     *,
     passed_over: Callable[[str, HoldfastError], None] | None = None,
-) -> tuple[Planned, ...]:
+) -> tuple[PlannedCopy, ...]:
     """Plan the copies of these checkpoints, oldest first. Writes nothing.
 
     `passed_over` is told of a checkpoint that was deleted, or has other bytes in the target, and
@@ -120,7 +120,7 @@ def plan(
     return tuple(planned)
 
 
-def _planned(source: Store, target: Store, folder: str) -> Planned:
+def _planned(source: Store, target: Store, folder: str) -> PlannedCopy:
     where = f"{source.url}/{folder}"
     name = layout.parse_attempt(folder)
     listing = read_listing(bare(source), folder)
@@ -146,7 +146,7 @@ def _planned(source: Store, target: Store, folder: str) -> Planned:
     sizes = {info.key: info.nbytes for info in target.list(f"{folder}/")}
     files = listing.files.items()
     lacking = (e for n, e in files if sizes.get(f"{folder}/{n}") != length(e))
-    return Planned(
+    return PlannedCopy(
         name=name,
         listing=listing,
         manifest=_manifest(source, folder),
@@ -171,7 +171,7 @@ def _expect_same_bytes(source: Store, target: Store, folder: str) -> None:
 def copy(
     source: Store,
     target: Store,
-    planned: Sequence[Planned],
+    planned: Sequence[PlannedCopy],
     *,
     emit: Emitter,
     told: Callable[[str, int, int], None] | None = None,
@@ -227,7 +227,7 @@ def _send(
     sender: Sender,
     source: Store,
     target: Store,
-    item: Planned,
+    item: PlannedCopy,
     owner: Ownership,
     claim: Claim,
     told: Callable[[str, int, int], None] | None,
@@ -369,7 +369,7 @@ def _differing(source: Store, target: Store) -> list[int]:
     return differing
 
 
-def _expect_same_run(source: Store, target: Store, planned: Sequence[Planned]) -> None:
+def _expect_same_run(source: Store, target: Store, planned: Sequence[PlannedCopy]) -> None:
     """Raise `UsageError` if the target holds another run than the source."""
     differing = _differing(source, target)
     upto = max((item.name.epoch for item in planned), default=0)

@@ -18,13 +18,13 @@ from typing_extensions import override
 from holdfast.errors import DeadlineExceeded, UploadFailed, time_limit
 from holdfast.events import Emitter
 from holdfast.format.manifest import Timestamp
-from holdfast.maintenance.housekeeping import Housekeeper, Uploads
+from holdfast.maintenance.housekeeping import Housekeeper, UploadQueries
 from holdfast.ownership.claim import Choice
 from holdfast.ownership.owner import Following, Ownership
 from holdfast.ownership.tiered import TieredOwnership
 from holdfast.ownership.tiered_catalog import TieredCatalog
-from holdfast.ownership.tiered_options import Rules, Tiered, TieredOptions
-from holdfast.replication.upload_rounds import Sending
+from holdfast.ownership.tiered_options import Tiered, TieredOptions, TierRules
+from holdfast.replication.upload_rounds import UploadWorker
 from holdfast.root.catalog import Catalog, Entry
 
 _LOOK_S = 1.0
@@ -33,7 +33,7 @@ _END_S = 5.0
 """How long `close` waits, beyond its deadline, for blocks in flight, in seconds."""
 
 
-class Turn(Enum):
+class UploadState(Enum):
     """State of the upload thread."""
 
     RESTS = auto()
@@ -42,7 +42,7 @@ class Turn(Enum):
     """Another round is due: something has changed since the present one began."""
 
 
-class Mirror(Uploads):
+class Mirror(UploadQueries):
     """Uploads checkpoints to the remote tier in its own thread, and runs retention there.
     Paused until the run is claimed, and while it is being claimed again.
     """
@@ -50,7 +50,7 @@ class Mirror(Uploads):
     def __init__(
         self,
         owner: TieredOwnership,
-        sending: Sending,
+        sending: UploadWorker,
         options: TieredOptions,
         emit: Emitter,
         *,
@@ -66,7 +66,7 @@ class Mirror(Uploads):
         self._options = options
         self._emit = emit
         self._timeout_s = timeout_s
-        self._turn = Turn.RESTS
+        self._turn = UploadState.RESTS
         self._job: Future[None] | None = None
 
     # Called by the threads that train and save
@@ -152,7 +152,7 @@ class Mirror(Uploads):
             self._changed.release()
 
     def _is_resting(self) -> bool:
-        return self._turn is Turn.RESTS
+        return self._turn is UploadState.RESTS
 
     def _is_settled(self) -> bool:
         failure = self._sending.failures.last
@@ -233,11 +233,11 @@ class Mirror(Uploads):
 
     def _wake(self) -> None:
         with self._changed:
-            if self._turn is Turn.RESTS and self._may_work:
+            if self._turn is UploadState.RESTS and self._may_work:
                 self._job = self._background.submit(self._work)
-                self._turn = Turn.AGAIN
-            elif self._turn is Turn.WORKS:
-                self._turn = Turn.AGAIN
+                self._turn = UploadState.AGAIN
+            elif self._turn is UploadState.WORKS:
+                self._turn = UploadState.AGAIN
 
     def _work(self) -> None:
         try:
@@ -250,15 +250,15 @@ class Mirror(Uploads):
 
     def _has_work(self) -> bool:
         with self._changed:
-            if self._turn is not Turn.AGAIN or not self._may_work:
+            if self._turn is not UploadState.AGAIN or not self._may_work:
                 self._rest()
                 return False
-            self._turn = Turn.WORKS
+            self._turn = UploadState.WORKS
             return True
 
     def _rest(self) -> None:
         with self._changed:
-            self._turn = Turn.RESTS
+            self._turn = UploadState.RESTS
             self._changed.notify_all()
 
 
@@ -268,7 +268,7 @@ class MirroredOwnership(TieredOwnership):
     def __init__(
         self,
         catalog: TieredCatalog,
-        rules: Rules,
+        rules: TierRules,
         options: TieredOptions,
         emit: Emitter,
         *,
@@ -277,7 +277,7 @@ class MirroredOwnership(TieredOwnership):
         timeout_s: float,
     ) -> None:
         super().__init__(catalog, takeover=takeover, emit=emit)
-        self.sending = Sending(self, rules, options, emit, replaces=replaces)
+        self.sending = UploadWorker(self, rules, options, emit, replaces=replaces)
         self.mirror = Mirror(self, self.sending, options, emit, timeout_s=timeout_s)
 
     @override
@@ -290,14 +290,14 @@ class MirroredOwnership(TieredOwnership):
 def ownership(
     root: object,
     catalog: Catalog,
-    rules: Rules,
+    rules: TierRules,
     emit: Emitter,
     *,
     takeover: bool,
     replaces: bool,
     timeout_s: float,
     leads: bool = True,
-) -> tuple[Ownership, Uploads, Housekeeper]:
+) -> tuple[Ownership, UploadQueries, Housekeeper]:
     """Create the ownership, uploads and local housekeeping of a root with one or two tiers.
 
     With one tier, uploads are a no-op, and in a rank that does not lead all three are. `rules` are
@@ -306,13 +306,13 @@ def ownership(
     if not leads:
         follower = Following(catalog.store, takeover=takeover, emit=emit)
         idle = Housekeeper(catalog.store, follower, rules.local, emit)
-        return follower, Uploads(), idle
+        return follower, UploadQueries(), idle
     if not (isinstance(root, Tiered) and isinstance(catalog, TieredCatalog)):
         owner = Ownership(catalog.store, takeover=takeover, emit=emit)
         chores = Housekeeper(
             catalog.store, owner, rules.local, emit, replaces=replaces, is_sent_to=False
         )
-        return owner, Uploads(), chores
+        return owner, UploadQueries(), chores
     both = MirroredOwnership(
         catalog,
         rules,

@@ -28,7 +28,7 @@ from holdfast.store.base import Store
 _MAX_NAMED = 10
 
 
-class Backlog:
+class UploadQueue:
     """Queue of checkpoints that one local root has yet to upload.
     Thread-safe; `changed` is notified when the queue gets shorter or is recomputed."""
 

@@ -35,9 +35,9 @@ from holdfast.ownership.annotations import annotate
 from holdfast.ownership.claim import Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.ownership.tiered import TieredOwnership
 from holdfast.ownership.tiered_catalog import remote_emitter
-from holdfast.ownership.tiered_options import Rules, TieredOptions
+from holdfast.ownership.tiered_options import TieredOptions, TierRules
 from holdfast.policy.rule import Candidate
-from holdfast.replication.queue import Backlog
+from holdfast.replication.queue import UploadQueue
 from holdfast.replication.repair import mend
 from holdfast.replication.upload import Cost, Sender, UploadInterrupted
 from holdfast.root.byte_ranges import length
@@ -93,13 +93,13 @@ class Failures:
     is_lost_told: bool = False
 
 
-class Sending:
+class UploadWorker:
     """Runs uploads, housekeeping and repairs of two tiers, in the thread of the mirror."""
 
     def __init__(
         self,
         owner: TieredOwnership,
-        rules: Rules,
+        rules: TierRules,
         options: TieredOptions,
         emit: Emitter,
         *,
@@ -114,7 +114,7 @@ class Sending:
         self._emit_remote = remote_emitter(emit, self._remote.url)
         self.background = Background("holdfast-mirror")
         """Thread that runs the rounds; a request to stop ends the present round."""
-        self.backlog = Backlog(
+        self.backlog = UploadQueue(
             self._local, self._remote.url, rules.remote, emit, owner, replaces=replaces
         )
         self._changed = self.backlog.changed

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from holdfast.errors import NoCheckpoint
-from holdfast.format.manifest import Manifest, Mode, Watched
+from holdfast.format.manifest import Manifest, Mode, WatchedMetric
 from holdfast.policy.direction import mode_for
 
 BEST = "best"
@@ -46,14 +46,14 @@ def best_of(newest_first: Sequence[Manifest], which: str, *, where: str) -> int:
     return min(ranked)[3]
 
 
-def watched_for(newest_first: Sequence[Manifest], which: str, *, where: str) -> Watched:
+def watched_for(newest_first: Sequence[Manifest], which: str, *, where: str) -> WatchedMetric:
     """Return the metric that `which` means, and its direction; see `best_of` for errors."""
     recorded = next((manifest.best for manifest in newest_first if manifest.best), ())
     if which == BEST:
         if recorded:
             return recorded[0]
         if any(_DEFAULT in manifest.metrics for manifest in newest_first):
-            return Watched(metric=_DEFAULT, mode="min")
+            return WatchedMetric(metric=_DEFAULT, mode="min")
         raise NoCheckpoint(
             f"{where}: no checkpoint for {which!r} in this run. None has the tag 'best': "
             "`holdfast tag ROOT@step=N best` gives it to one. None records which metric is meant "
@@ -63,7 +63,7 @@ def watched_for(newest_first: Sequence[Manifest], which: str, *, where: str) -> 
     if mode is None:
         mode = next((watched.mode for watched in recorded if watched.metric == metric), None)
     mode = mode_for(metric, mode, what=repr(which), say=f"say {which}:max or {which}:min")
-    return Watched(metric=metric, mode=mode)
+    return WatchedMetric(metric=metric, mode=mode)
 
 
 def _parsed(which: str) -> tuple[str, Mode | None]:

@@ -23,10 +23,10 @@ _MAX_GAP = 3
 
 def alone(store: Store, folder: str) -> Store:
     """Return a store whose root can be listed: `store` itself, or one of this checkpoint alone."""
-    return LoneCheckpoint(store, folder) if store.reads_only else store
+    return SingleCheckpoint(store, folder) if store.reads_only else store
 
 
-class LoneCheckpoint(WrappedStore):
+class SingleCheckpoint(WrappedStore):
     """Root of one checkpoint, whose files are those that its manifest lists.
 
     Sidecars and claims are looked for by their names. Marks of retention have the epoch of an

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast
 
-from holdfast.control.external_events import Outside
+from holdfast.control.external_events import ExternalEvents
 from holdfast.errors import ManagerUnusable
-from holdfast.loading.apply import Applying
+from holdfast.loading.apply import CheckpointApplier
 from holdfast.ranks.coordinator import Coordinator
-from holdfast.saving.distributed import Together
+from holdfast.saving.distributed import DistributedSaves
 from holdfast.saving.settings_history import as_text
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -73,14 +73,20 @@ def counted(kind: Kind) -> Callable[[F], F]:
 class Calls:
     """Counter of the calls of one manager with several ranks."""
 
-    def __init__(self, together: Together, outside: Outside, applying: Applying) -> None:
+    def __init__(
+        self, together: DistributedSaves, outside: ExternalEvents, applying: CheckpointApplier
+    ) -> None:
         self._together = together
         self._outside = outside
         self._applying = applying
 
     @classmethod
     def of(
-        cls, ranks: Coordinator, together: Together, outside: Outside, applying: Applying
+        cls,
+        ranks: Coordinator,
+        together: DistributedSaves,
+        outside: ExternalEvents,
+        applying: CheckpointApplier,
     ) -> Calls | None:
         """Make a counter; None for one rank, whose calls need none."""
         return None if ranks.world_size == 1 else cls(together, outside, applying)

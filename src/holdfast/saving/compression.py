@@ -90,7 +90,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class CodecTrial:
     """A codec's measurement on samples: stored bytes and seconds, each per plain byte."""
 
     compression: Compression
@@ -102,7 +102,7 @@ class Trial:
         return max(self.s_per_byte / num_threads, self.ratio * store_s_per_byte)
 
 
-def tried(compression: Compression, samples: Sequence[Sample]) -> Trial:
+def tried(compression: Compression, samples: Sequence[Sample]) -> CodecTrial:
     """Measure size and time of a compression by encoding the samples one after the other."""
     stored = plain = 0
     began = time.perf_counter()
@@ -111,12 +111,16 @@ def tried(compression: Compression, samples: Sequence[Sample]) -> Trial:
         stored += memoryview(encoding.encode(0, memoryview(sample.data))).nbytes
         plain += len(sample.data)
     spent_s = time.perf_counter() - began
-    return Trial(compression=compression, ratio=stored / plain, s_per_byte=spent_s / plain)
+    return CodecTrial(compression=compression, ratio=stored / plain, s_per_byte=spent_s / plain)
 
 
 def best(
-    trials: Sequence[Trial], *, store_s_per_byte: float, plain_s_per_byte: float, num_threads: int
-) -> Trial | None:
+    trials: Sequence[CodecTrial],
+    *,
+    store_s_per_byte: float,
+    plain_s_per_byte: float,
+    num_threads: int,
+) -> CodecTrial | None:
     """Return the trial of the codec with the shortest save time; None if none gains enough.
 
     A codec shortens only the store's part of an uncompressed save.
@@ -186,7 +190,7 @@ class Chooser:
         before = self._chosen
         # Training runs beside the save, and leaves it about a quarter of the cores.
         num_threads = max(num_cores() // 4, 1)
-        found: dict[str, Trial] = {}
+        found: dict[str, CodecTrial] = {}
         for component, samples in self._samples.items():
             trials = [tried(each, samples) for each in candidates()] if samples else []
             trial = best(
@@ -201,7 +205,7 @@ class Chooser:
         if self._chosen != before:
             self._report(found, store_bytes_per_s)
 
-    def _report(self, found: dict[str, Trial], store_bytes_per_s: float) -> None:
+    def _report(self, found: dict[str, CodecTrial], store_bytes_per_s: float) -> None:
         words = [
             f"{name} by {trial.compression} to {trial.ratio:.0%}" for name, trial in found.items()
         ]

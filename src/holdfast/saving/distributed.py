@@ -37,13 +37,13 @@ from holdfast.format import blocks, layout
 from holdfast.format.manifest import Aborted, Manifest
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
-from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, Failure, decoded
+from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, RankFailure, decoded
 from holdfast.ranks.waiting import Watch
 from holdfast.results import Phase
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import SaveAttempt, check_ownership, give_up
-from holdfast.saving.participants import Gathered, JointSave, OwnFile
-from holdfast.saving.probe import Look, ProbeNote, SaveSize
+from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
+from holdfast.saving.probe import ProbeNote, ProbeResult, SaveSize
 from holdfast.saving.shard_plan import (
     Assignment,
     Difference,
@@ -128,7 +128,7 @@ class _FolderNote(msgspec.Struct, frozen=True):
 class _OutcomeNote(msgspec.Struct, frozen=True):
     """Announcement that the manifest was put, or that this is in doubt."""
 
-    doubt: Failure | None
+    doubt: RankFailure | None
     """Why the leader does not know. The register tells."""
 
 
@@ -175,10 +175,10 @@ class _Known:
     assignment: Assignment
 
 
-class _RanksSave(JointSave):
+class _RanksSave(SaveParticipant):
     """Common part of a leader's and a follower's save."""
 
-    def __init__(self, together: Together, step: int, call: Sequence[object]) -> None:
+    def __init__(self, together: DistributedSaves, step: int, call: Sequence[object]) -> None:
         super().__init__()
         self._call = tuple((name, repr(value)) for name, value in zip(_CALL, call, strict=False))
         self._recorded: dict[str, str] = {}
@@ -353,7 +353,7 @@ class _RanksSave(JointSave):
     def fail(self, error: BaseException, phase: str) -> None:
         self._together.known.pop(self._components, None)
         self._together.learn(error, self._num_loads)
-        failure = Failure.of(error, phase=phase)
+        failure = RankFailure.of(error, phase=phase)
         # Ranks that this does not reach learn it at the deadline, from the register.
         with suppress(HoldfastError):
             self._ranks.fail(self._tag(self._said), failure, timeout_s=_FAIL_S)
@@ -368,7 +368,7 @@ class LeadingSave(_RanksSave):
 
     _plan: Plan
 
-    def __init__(self, together: Together, step: int, call: Sequence[object]) -> None:
+    def __init__(self, together: DistributedSaves, step: int, call: Sequence[object]) -> None:
         super().__init__(together, step, call)
         self._said = "plan"
         self._uncollected = {"shares", "comparison", "files"}
@@ -400,11 +400,11 @@ class LeadingSave(_RanksSave):
         return SaveSize(nbytes=nbytes, num_files=num_files, of_ranks=plan.of_ranks)
 
     @override
-    def probe(self, folder: str) -> Sequence[Look]:
+    def probe(self, folder: str) -> Sequence[ProbeResult]:
         self._announce(self._plan_part, ProbeNote(folder))
         self._said = self._plan_part = _PLAN_AFTER_PROBE
-        self._post("probe", Look(host=""))
-        return self._collect("probe", Look)[1:]
+        self._post("probe", ProbeResult(host=""))
+        return self._collect("probe", ProbeResult)[1:]
 
     @override
     def part(self, captured: Captured, owner: Ownership) -> Captured:
@@ -491,7 +491,7 @@ class LeadingSave(_RanksSave):
             names = [file.plain for file in post.files]
             twice = sorted(name for name in {*names} if name in taken or names.count(name) > 1)
             if twice:
-                failure = Failure("writing its files", f"{twice[0]} is written twice")
+                failure = RankFailure("writing its files", f"{twice[0]} is written twice")
                 raise RanksFailed(self._name, {rank: failure})
             taken.update(names)
 
@@ -508,7 +508,7 @@ class LeadingSave(_RanksSave):
             return
         self._together.known.pop(self._components, None)
         with suppress(HoldfastError):
-            self._announce("outcome", _OutcomeNote(doubt=Failure.of(error, phase=phase)))
+            self._announce("outcome", _OutcomeNote(doubt=RankFailure.of(error, phase=phase)))
 
     @override
     def _drop_posts(self) -> None:
@@ -541,7 +541,7 @@ class LeadingSave(_RanksSave):
 
     def _collect_shares(self) -> None:
         shares: list[Share | Unchanged] = self._collect("shares", Share | Unchanged)
-        odd: dict[int, Failure] = {}
+        odd: dict[int, RankFailure] = {}
         for rank, share in enumerate(shares):
             theirs, ours = (
                 {"step": f"{of_step}", "components": ", ".join(components), **dict(call)}
@@ -559,7 +559,7 @@ class LeadingSave(_RanksSave):
                 why = (
                     f"it saves with {has}; the leader with {leader_has}. All ranks must save alike"
                 )
-                odd[rank] = Failure("sharing its state", why)
+                odd[rank] = RankFailure("sharing its state", why)
         if odd:
             raise RanksFailed(self._name, odd)
         self._compare_records([share.recorded for share in shares])
@@ -600,7 +600,7 @@ class LeadingSave(_RanksSave):
         if known is None and len(new) < len(shares):
             lacking = next(r for r, share in enumerate(shares) if isinstance(share, Unchanged))
             why = "it goes by a plan that the leader does not have; its next save sends all"
-            raise RanksFailed(self._name, {lacking: Failure("sharing its state", why)})
+            raise RanksFailed(self._name, {lacking: RankFailure("sharing its state", why)})
         whole = [
             share if isinstance(share, Share) else (known or new)[rank]
             for rank, share in enumerate(shares)
@@ -825,7 +825,7 @@ class FollowingSave(_RanksSave):
         return decoded(heard, kind, tag)
 
 
-class Together:
+class DistributedSaves:
     """Makes the saves of one manager; keeps what its ranks agreed on in earlier ones."""
 
     num_loads = 0
@@ -844,7 +844,7 @@ class Together:
         ranks: Coordinator,
         *,
         timeout_s: float,
-        look: Callable[[str], Look],
+        look: Callable[[str], ProbeResult],
         warn: Callable[[str], object],
         may_wait: bool = False,
     ) -> None:
@@ -868,13 +868,13 @@ class Together:
         """The leader's: component and key of buffers that DDP copies from rank 0 to all others."""
         self._manager = ranks.number()
 
-    def save(self, step: int, *call: object) -> JointSave:
+    def save(self, step: int, *call: object) -> SaveParticipant:
         """Begin a save; all ranks begin their n-th at the same point of the program.
 
         `call` has the class of the save, and `epoch`, `cycle`, `samples` and `tokens`.
         """
         if self.ranks.world_size == 1:
-            return JointSave()
+            return SaveParticipant()
         kind = LeadingSave if self.ranks.is_leader else FollowingSave
         return kind(self, step, call)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from holdfast.errors import StoreError
 from holdfast.ranks.coordinator import LEADER
 from holdfast.root.catalog import Catalog
-from holdfast.saving.probe import Look, SaveSize
+from holdfast.saving.probe import ProbeResult, SaveSize
 from holdfast.store.base import FreeSpace, Store
 
 # A file takes whole blocks of the file system, and a save has small records beside its files.
@@ -18,7 +18,9 @@ _ROUNDING_NBYTES = 4096
 _RECORDS_PER_SAVE = 4
 
 
-def lack_of_room(store: Store, size: SaveSize, kept: int, looks: Sequence[Look]) -> Iterator[str]:
+def lack_of_room(
+    store: Store, size: SaveSize, kept: int, looks: Sequence[ProbeResult]
+) -> Iterator[str]:
     """Check that a save of all ranks fits into the root, and what a host writes into what it sees.
 
     All ranks have the same storage under the root. So its space is not summed over hosts, which
@@ -71,7 +73,7 @@ class _Room:
         self.inodes = _least([self.inodes, inodes])
 
 
-def _rooms(own: FreeSpace, looks: Sequence[Look]) -> dict[tuple[str, str], _Room]:
+def _rooms(own: FreeSpace, looks: Sequence[ProbeResult]) -> dict[tuple[str, str], _Room]:
     """Group the ranks by host and file system."""
     rooms = {(socket.gethostname(), own.file_system): _Room([LEADER], own.nbytes, own.inodes)}
     for rank, found in enumerate(looks, start=1):

@@ -17,7 +17,7 @@ from holdfast.format.manifest import FileEntry
 from holdfast.ownership.owner import Ownership
 from holdfast.ranks.coordinator import LEADER
 from holdfast.results import Phase
-from holdfast.saving.probe import Look, SaveSize
+from holdfast.saving.probe import ProbeResult, SaveSize
 from holdfast.staging.interfaces import Staged
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Gathered:
     tables: Mapping[str, TensorTable]
 
 
-class JointSave:
+class SaveParticipant:
     """Save by the only rank: no message, no plan."""
 
     rank = LEADER
@@ -61,7 +61,7 @@ class JointSave:
         self.is_under_way = False
         """Whether the background has it, and alone says what becomes of it."""
 
-    def __enter__(self) -> JointSave:
+    def __enter__(self) -> SaveParticipant:
         return self
 
     def __exit__(
@@ -100,7 +100,7 @@ class JointSave:
         nbytes = sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs)
         return SaveSize(nbytes=nbytes, num_files=2 * len(captured.components) + 2)
 
-    def probe(self, folder: str) -> Sequence[Look]:
+    def probe(self, folder: str) -> Sequence[ProbeResult]:
         """Let the followers try the root, in a scratch folder; return what each has found."""
         return ()
 

@@ -14,7 +14,7 @@ READ_AHEAD = (
 )
 
 
-class Taking(Protocol):
+class TakenBatches(Protocol):
     """Counts of the batches that were taken from a loader."""
 
     num_taken: int
@@ -35,7 +35,7 @@ class HasTaking(Protocol):
     """A loader whose position counts the batches that were taken."""
 
     @property
-    def batches_taken(self) -> Taking:
+    def batches_taken(self) -> TakenBatches:
         """The counts since its position was loaded."""
 
 
@@ -129,7 +129,7 @@ class _Check:
         if self._is_counting:
             yield from self._compare(step - self._first, taking)
 
-    def _compare(self, steps: int, taking: Taking) -> Iterator[str]:
+    def _compare(self, steps: int, taking: TakenBatches) -> Iterator[str]:
         """Compare the batches of a step, by two saves, with all that was taken."""
         taken = taking.num_taken - self._base
         last, self._last = self._last, (steps, taken)

@@ -15,7 +15,7 @@ class ProbeNote(msgspec.Struct, frozen=True, tag="probe"):
     folder: str
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     """Findings of one rank that tried the operations of the root."""
 
     host: str
@@ -39,10 +39,10 @@ class SaveSize:
     """(bytes, files) of the tensors that each rank writes; empty for one rank."""
 
 
-Ask: TypeAlias = Callable[[str], Sequence[Look]]
+Ask: TypeAlias = Callable[[str], Sequence[ProbeResult]]
 """Callback of the leader: lets all other ranks try the root in a folder; returns their looks."""
 
 
-def nobody(folder: str) -> Sequence[Look]:
+def nobody(folder: str) -> Sequence[ProbeResult]:
     """Default callback where there is no other rank: returns no looks."""
     return ()

@@ -9,7 +9,7 @@ from holdfast.errors import UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import MAX_COUNT, Manifest, Timestamp
 from holdfast.policy.clock import Odometer
-from holdfast.policy.schedule import Schedule
+from holdfast.policy.schedule import SaveSchedule
 from holdfast.root.catalog import Catalog, Entry
 
 _COUNTERS = frozenset({"epoch", "cycle", "samples", "tokens"})
@@ -18,11 +18,11 @@ Counters = Callable[[], Mapping[str, int | None]]
 """Callback that returns `epoch`, `cycle`, `samples` and `tokens` if a call does not give them."""
 
 
-class Moments:
+class ProgressClock:
     """Clock of one manager: counters and training time, continued from a checkpoint's record."""
 
     def __init__(
-        self, catalog: Catalog, schedule: Schedule, counters: Counters | None, emit: Emitter
+        self, catalog: Catalog, schedule: SaveSchedule, counters: Counters | None, emit: Emitter
     ) -> None:
         self._catalog = catalog
         self._emit = emit

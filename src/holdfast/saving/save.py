@@ -33,7 +33,7 @@ from holdfast.format.manifest import (
     Manifest,
     RunPolicy,
     Timestamp,
-    Watched,
+    WatchedMetric,
 )
 from holdfast.format.tensors import TensorFile
 from holdfast.ownership.claim import Claim, expect_claim
@@ -50,7 +50,7 @@ from holdfast.root.commit import (
 )
 from holdfast.saving.compression import Compressing
 from holdfast.saving.links import Links
-from holdfast.saving.participants import Gathered, JointSave, OwnFile
+from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
 from holdfast.saving.write_files import FileToWrite, write_files
 from holdfast.staging.interfaces import BytesContent, Content, Staged
 from holdfast.staging.layout import KnownFile
@@ -79,7 +79,7 @@ class SaveRequest:
     savers: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     unhealthy: tuple[str, ...] = ()
-    best: tuple[Watched, ...] = ()
+    best: tuple[WatchedMetric, ...] = ()
     config: Mapping[str, str] = field(default_factory=dict)
     changes: tuple[Change, ...] = ()
     policy: RunPolicy | None = None
@@ -113,7 +113,7 @@ def write(
     tools: Tools,
     staged: Staged,
     request: SaveRequest,
-    joint: JointSave,
+    joint: SaveParticipant,
     *,
     phase: Phase,
     overlapped: Overlapped | None = None,
@@ -176,9 +176,9 @@ def write(
     return attempt, manifest
 
 
-def _among_ranks(joint: JointSave) -> tuple[LeadingSave | None, FollowingSave | None]:
+def _among_ranks(joint: SaveParticipant) -> tuple[LeadingSave | None, FollowingSave | None]:
     """Return a save by several ranks as what it is: one that leads, or one that follows."""
-    if type(joint) is JointSave:
+    if type(joint) is SaveParticipant:
         return None, None
     # These need torch; an import does not.
     from holdfast.saving.distributed import FollowingSave, LeadingSave
@@ -255,7 +255,7 @@ class AttemptFiles:
     """The files of one save attempt, written or linked from an earlier checkpoint."""
 
     def __init__(
-        self, attempt: SaveAttempt, staged: Staged, tools: Tools, joint: JointSave
+        self, attempt: SaveAttempt, staged: Staged, tools: Tools, joint: SaveParticipant
     ) -> None:
         self.attempt = attempt
         self.staged = staged

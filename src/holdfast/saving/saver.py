@@ -34,7 +34,7 @@ from holdfast.root.catalog import Catalog, Entry, Marks, with_tags
 from holdfast.root.commit import check_ownership
 from holdfast.saving.compression import Compressing
 from holdfast.saving.links import Links
-from holdfast.saving.participants import JointSave
+from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.save import SaveRequest, Tools, digest_staged, write
 from holdfast.staging.guard import Guarded, Overlapped
 from holdfast.staging.interfaces import Staged
@@ -123,7 +123,7 @@ class Saver:
         return self._stager.prepare(captured, overlapped=keys, is_awaited=is_awaited)
 
     def start(
-        self, staged: Staged, request: SaveRequest, due: Due, joint: JointSave
+        self, staged: Staged, request: SaveRequest, due: Due, joint: SaveParticipant
     ) -> PendingSave:
         """Copy the rest of a prepared state, and start to write and commit it in the background.
 
@@ -251,7 +251,7 @@ class Saver:
         pending: PendingSave,
         staged: Staged,
         request: SaveRequest,
-        joint: JointSave,
+        joint: SaveParticipant,
         overlapped: Overlapped | None,
     ) -> None:
         began = time.perf_counter()
@@ -341,7 +341,7 @@ class Saver:
         pending: PendingSave,
         staged: Staged,
         request: SaveRequest,
-        joint: JointSave,
+        joint: SaveParticipant,
         overlapped: Overlapped | None,
     ) -> Entry:
         tools = Tools(
@@ -369,7 +369,7 @@ class Saver:
         self,
         staged: Staged,
         request: SaveRequest,
-        joint: JointSave,
+        joint: SaveParticipant,
         overlapped: Overlapped | None,
     ) -> Entry | None:
         """Return `standing`, newly tagged, if this save would write the same content; else None."""

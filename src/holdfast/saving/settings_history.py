@@ -30,7 +30,7 @@ _MAX_LEAVES = 1000
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
-class History:
+class SettingsHistory:
     """Settings of the present life of a run, and the changes up to it."""
 
     def __init__(self, config: Mapping[str, object] | None, *, world_size: int) -> None:

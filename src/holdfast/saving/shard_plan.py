@@ -18,7 +18,7 @@ from holdfast.format.boxes import key_of_box
 from holdfast.format.index import Places, TensorTable, check_size
 from holdfast.format.layout import number_of_file, tensor_file
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
-from holdfast.ranks.coordinator import Failure
+from holdfast.ranks.coordinator import RankFailure
 from holdfast.staging.layout import KnownFile
 from holdfast.state.capture.byrank import key_of_rank
 from holdfast.state.capture.capture import Captured
@@ -469,7 +469,7 @@ class Plan:
         for rank, of_rank in enumerate(rows):
             low, high = np.searchsorted(planned, self._starts[rank : rank + 2])
             if not np.array_equal(np.sort(of_rank), planned[low:high]):
-                failure = Failure("writing its files", "it wrote other boxes than were planned")
+                failure = RankFailure("writing its files", "it wrote other boxes than were planned")
                 raise RanksFailed("the save", {rank: failure})
         row = np.concatenate(rows)
         file = np.concatenate([column.file for column in written])
@@ -525,7 +525,7 @@ class Plan:
         for rank, share in enumerate(shares):
             kinds = (share.components, share.kinds)
             if kinds != (self._components, self._kinds):
-                failure = Failure(
+                failure = RankFailure(
                     "sharing",
                     f"it saves the components {_described(*kinds)}; the leader saves "
                     f"{_described(self._components, self._kinds)}",

@@ -11,7 +11,7 @@ from typing import Any
 from holdfast.errors import SaveSkipped
 from holdfast.events import Emitter
 from holdfast.ownership.annotations import checked_metrics
-from holdfast.policy.best import BestRule, BestSaves, Measured
+from holdfast.policy.best import BestRule, BestSaves, MetricChanges
 from holdfast.policy.direction import words_of
 from holdfast.policy.savers import Due
 from holdfast.results import PendingSave, metrics_by_step
@@ -35,7 +35,7 @@ class ValidatedSaves:
     ) -> None:
         """Decide for these rules. Ranks cannot decide alone: there only a warning is logged."""
         self._best = BestSaves(rules)
-        self._measured = Measured(self._best.names)
+        self._measured = MetricChanges(self._best.names)
         self._catalog = catalog
         self._emit = emit
         self._is_alone = is_alone

@@ -69,7 +69,7 @@ _MAX_COMMITS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MetricSample:
     """A number for one metric."""
 
     name: str
@@ -83,38 +83,40 @@ class Measures:
     def __init__(self) -> None:
         self._committed_s: dict[str, float] = {}
 
-    def of(self, event: Event, at_s: float) -> Iterator[Measured]:
+    def of(self, event: Event, at_s: float) -> Iterator[MetricSample]:
         """Yield the numbers of an event that was emitted at `at_s`, a Unix time."""
         fields = event.fields
         if event.kind in _PROBLEMS:
-            yield Measured("failures", 1, {"kind": event.kind})
+            yield MetricSample("failures", 1, {"kind": event.kind})
         match event.kind:
             case "stalled":
-                yield Measured("save_stall", fields["stall_s"])
+                yield MetricSample("save_stall", fields["stall_s"])
             case "save_failed" | "save_skipped":
-                yield Measured("saves", 1, {"outcome": event.kind.removeprefix("save_")})
+                yield MetricSample("saves", 1, {"outcome": event.kind.removeprefix("save_")})
             case "committed":
                 yield from self._of_commit(event, at_s)
             case "uploaded":
-                yield Measured("uploads", 1, {"outcome": "done"})
-                yield Measured("uploaded", fields["sent_nbytes"])
+                yield MetricSample("uploads", 1, {"outcome": "done"})
+                yield MetricSample("uploaded", fields["sent_nbytes"])
                 since_s = self._committed_s.pop(fields["folder"], None)
                 if since_s is not None:
-                    yield Measured("upload_lag", max(at_s - since_s, 0.0))
+                    yield MetricSample("upload_lag", max(at_s - since_s, 0.0))
             case "upload_failed":
-                yield Measured("uploads", 1, {"outcome": "failed"})
+                yield MetricSample("uploads", 1, {"outcome": "failed"})
             case "retracted":
-                yield Measured("deletions", 1, {"tier": fields.get("tier", "local")})
+                yield MetricSample("deletions", 1, {"tier": fields.get("tier", "local")})
 
-    def _of_commit(self, event: Event, at_s: float) -> Iterator[Measured]:
+    def _of_commit(self, event: Event, at_s: float) -> Iterator[MetricSample]:
         fields = event.fields
-        yield Measured("saves", 1, {"outcome": "committed" if fields["is_new"] else "unchanged"})
+        yield MetricSample(
+            "saves", 1, {"outcome": "committed" if fields["is_new"] else "unchanged"}
+        )
         if not fields["is_new"]:
             return
-        yield Measured("save_write", fields["save_s"])
-        yield Measured("committed", fields["nbytes"])
-        yield Measured("last_committed_step", event.step or 0)
-        yield Measured("last_committed_timestamp", at_s)
+        yield MetricSample("save_write", fields["save_s"])
+        yield MetricSample("committed", fields["nbytes"])
+        yield MetricSample("last_committed_step", event.step or 0)
+        yield MetricSample("last_committed_timestamp", at_s)
         self._committed_s[fields["folder"]] = at_s
         if len(self._committed_s) > _MAX_COMMITS:
             del self._committed_s[next(iter(self._committed_s))]

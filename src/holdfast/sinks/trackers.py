@@ -33,7 +33,7 @@ _HAS_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class CommittedCheckpoint:
     """Where a committed checkpoint is, and which one it is."""
 
     root: str
@@ -86,7 +86,7 @@ class References(Reporter):
             why = without_secrets(fields["reason"])
             self.deleted(fields["folder"], event.step or 0, _root(fields["root"]), why)
 
-    def committed(self, reference: Reference) -> None:
+    def committed(self, reference: CommittedCheckpoint) -> None:
         """Record a new checkpoint."""
         raise NotImplementedError
 
@@ -99,10 +99,10 @@ class References(Reporter):
         raise NotImplementedError
 
 
-def _reference(event: Event) -> Reference:
+def _reference(event: Event) -> CommittedCheckpoint:
     checkpoint = event.fields["checkpoint"]
     finite = {n: float(value) for n, value in checkpoint.metrics.items() if math.isfinite(value)}
-    return Reference(
+    return CommittedCheckpoint(
         root=_root(checkpoint.root),
         folder=checkpoint.folder,
         step=checkpoint.step,
@@ -131,7 +131,7 @@ class WandbReferences(References):
         expect_methods("run", self._run, ("log_artifact",), "what wandb.init returns")
 
     @override
-    def committed(self, reference: Reference) -> None:
+    def committed(self, reference: CommittedCheckpoint) -> None:
         facts = {**reference.facts, "metrics": dict(reference.metrics)}
         self._log("", reference.uri, facts)
 
@@ -199,7 +199,7 @@ class MLflowReferences(References):
         self._client: Any = self._library.MlflowClient(tracking_uri=tracking_uri)
 
     @override
-    def committed(self, reference: Reference) -> None:
+    def committed(self, reference: CommittedCheckpoint) -> None:
         name = re.sub(r"[^A-Za-z0-9_-]", "-", reference.folder)
         tags = {f"holdfast.{fact}": str(value) for fact, value in reference.facts.items()}
         model = self._client.create_logged_model(
@@ -258,7 +258,7 @@ class TensorBoardReferences(References):
         self._writer = writer
 
     @override
-    def committed(self, reference: Reference) -> None:
+    def committed(self, reference: CommittedCheckpoint) -> None:
         rows = [f"| {name} | {value} |" for name, value in reference.facts.items()]
         self._text(
             "reference", "\n".join(["| checkpoint | |", "| --- | --- |", *rows]), reference.step
@@ -298,7 +298,7 @@ class TrackioReferences(References):
         expect_methods("run", self._run, ("log",), "what trackio.init returns")
 
     @override
-    def committed(self, reference: Reference) -> None:
+    def committed(self, reference: CommittedCheckpoint) -> None:
         self._log({**reference.facts, **reference.metrics}, reference.step)
 
     @override

@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.staging.device import DeviceCopy, begin_copies
-from holdfast.staging.image import Image
+from holdfast.staging.image import FileImage
 from holdfast.state.planning.copying import copy_runs, is_plain
 
 AT_ONCE_NBYTES = 1 << 20
@@ -26,7 +26,7 @@ threads wait for it some tenths of a millisecond."""
 class Work(Protocol):
     """Planned copies of one or several tensors of a file, as copy tasks."""
 
-    image: Image
+    image: FileImage
 
     @property
     def blocks(self) -> Sequence[int]:
@@ -41,7 +41,7 @@ class Work(Protocol):
 class CopyTask(Protocol):
     """A single copy into an image, made by one thread."""
 
-    image: Image
+    image: FileImage
     blocks: Sequence[int]
     """Numbers of the blocks that the copy fills, in whole or in part."""
 
@@ -54,7 +54,7 @@ class CopyTask(Protocol):
 class Bytes:
     """Copy of a contiguous host tensor's bytes that lie in one block."""
 
-    image: Image
+    image: FileImage
     key: str
     blocks: Sequence[int]
     start: int
@@ -70,7 +70,7 @@ class Bytes:
 class Whole:
     """Copy of a whole tensor by torch: one that is not contiguous, or on a device."""
 
-    image: Image
+    image: FileImage
     position: int
     blocks: Sequence[int]
     source: Tensor
@@ -85,7 +85,7 @@ class TensorCopy:
 
     __slots__ = ("_address", "_position", "_tensor", "image")
 
-    def __init__(self, image: Image, position: int, tensor: Tensor) -> None:
+    def __init__(self, image: FileImage, position: int, tensor: Tensor) -> None:
         self.image = image
         self._position = position
         self._tensor = tensor
@@ -114,7 +114,7 @@ class Runs:
     """Copies, by address, of several contiguous host tensors of one file."""
 
     def __init__(
-        self, image: Image, places: Sequence[tuple[int, int]], addresses: Sequence[int]
+        self, image: FileImage, places: Sequence[tuple[int, int]], addresses: Sequence[int]
     ) -> None:
         """`places`: each tensor's number in the file, and its number in `addresses`."""
         # Nothing is done for each tensor here: there are many, and training waits.
@@ -139,7 +139,7 @@ class SmallRuns:
     Kept from save to save with their addresses in the image, so that a save does nothing for each.
     """
 
-    def __init__(self, image: Image, places: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, image: FileImage, places: Sequence[tuple[int, int]]) -> None:
         """`places`: each tensor's number in the file, and its number in the component."""
         self.image = image
         self.blocks = sorted({n for position, _ in places for n in image.blocks_of(position)})
@@ -154,7 +154,7 @@ class SmallRuns:
         copy_runs(self._targets, sources, self._sizes)
 
 
-def small_runs_of(image: Image, places: Sequence[tuple[int, int]]) -> Iterator[SmallRuns]:
+def small_runs_of(image: FileImage, places: Sequence[tuple[int, int]]) -> Iterator[SmallRuns]:
     """Split small tensors into groups, each small enough to be copied in one call."""
     specs, part, nbytes = image.file.specs, list[tuple[int, int]](), 0
     for place in places:
@@ -185,7 +185,7 @@ class SmallCopy:
         return (self,)
 
 
-def _block_copies(image: Image, position: int, address: int) -> Iterator[CopyTask]:
+def _block_copies(image: FileImage, position: int, address: int) -> Iterator[CopyTask]:
     """Yield the copies of a contiguous host tensor, one for each block."""
     spec, start = image.file.specs[position], image.file.starts[position]
     offset, stop = address - start, start + spec.nbytes
@@ -201,7 +201,7 @@ def _block_copies(image: Image, position: int, address: int) -> Iterator[CopyTas
 class Arrival:
     """Copy task that waits for the tensors that a device copies to host memory on its stream."""
 
-    image: Image
+    image: FileImage
     blocks: Sequence[int]
     device_copy: DeviceCopy
 
@@ -215,7 +215,7 @@ class Arrival:
         return (self,)
 
 
-def arrivals_of(image: Image, sources: Mapping[int, Tensor]) -> list[Arrival]:
+def arrivals_of(image: FileImage, sources: Mapping[int, Tensor]) -> list[Arrival]:
     """Begin copies of tensors, by number in the file, from CUDA devices; a task per device."""
     blocks = sorted({number for position in sources for number in image.blocks_of(position)})
     begun = begin_copies(image.overwritten_by_device(*pair) for pair in sources.items())

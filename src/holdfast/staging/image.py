@@ -1,7 +1,7 @@
 """Host memory for a tensor file, kept between saves, with the digests of its blocks.
 
 Where the live bytes equal those in memory, nothing is copied, and the block's digest is reused. A
-state that is staged in waves has only the digests (`KnownFile`), no memory (`Image`).
+state that is staged in waves has only the digests (`KnownFile`), no memory (`FileImage`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _memcpy.restype = ctypes.c_void_p
 _IS_CUDA = attrgetter("is_cuda")
 
 
-class Image(KnownFile):
+class FileImage(KnownFile):
     """Host memory of one tensor file, with a view of each tensor."""
 
     def __init__(self, file: TensorFile, *, is_apart: bool = False) -> None:

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.staging.copy_tasks import Arrival, CopyTask, Work
-from holdfast.staging.image import Image
-from holdfast.staging.interfaces import StagedContent, Transfer
+from holdfast.staging.image import FileImage
+from holdfast.staging.interfaces import StagedContent, StagingTransfer
 from holdfast.staging.layout import KnownFile
 from holdfast.state.planning.copying import Shared
 from holdfast.threads.workers import Workers
@@ -27,7 +27,7 @@ _Block: TypeAlias = tuple[str, int]
 """Name of a file and number of a block in it."""
 
 
-class ImageTransfer(Transfer):
+class ImageTransfer(StagingTransfer):
     """Copies a state into images; training waits for the `now` copies, not for the `later` ones.
 
     The caller keeps the tensors of the later copies alive until they are made.
@@ -71,7 +71,7 @@ class ImageTransfer(Transfer):
 
     @override
     def content(self, known: KnownFile) -> ImageContent:
-        return ImageContent(cast(Image, known), self)
+        return ImageContent(cast(FileImage, known), self)
 
     @override
     def settle(self, timeout_s: float) -> None:
@@ -118,7 +118,7 @@ class ImageTransfer(Transfer):
             self._is_staged.set()
             self._changed.notify_all()
 
-    def wait(self, image: Image, number: int, timeout_s: float) -> None:
+    def wait(self, image: FileImage, number: int, timeout_s: float) -> None:
         """Wait until all copies into a block of an image are made."""
         place = (image.file.name, number)
         with self._changed:
@@ -171,7 +171,7 @@ class ImageTransfer(Transfer):
 class ImageContent(StagedContent):
     """Content of a tensor file, written from its image while the image is being filled."""
 
-    def __init__(self, image: Image, transfer: ImageTransfer) -> None:
+    def __init__(self, image: FileImage, transfer: ImageTransfer) -> None:
         self._image = image
         self._transfer = transfer
 

@@ -68,7 +68,7 @@ class BytesContent(Content):
         """No-op: the memory is not reused."""
 
 
-class Transfer(Protocol):
+class StagingTransfer(Protocol):
     """Interface: copies one state from the live tensors into host memory."""
 
     is_early: bool
@@ -115,7 +115,7 @@ class Staged:
     kinds: Mapping[str, str]
     by_rank: frozenset[str] = frozenset()
     """Components of which each rank has its own state."""
-    transfer: Transfer
+    transfer: StagingTransfer
 
     @property
     def all_files(self) -> list[KnownFile]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from holdfast.events import Emitter
 from holdfast.format.tensors import TensorSpec
 from holdfast.staging.guard import Guarded, Overlapped, StepGuard, guard
-from holdfast.staging.image import Image
+from holdfast.staging.image import FileImage
 from holdfast.staging.in_memory import ImageTransfer
 from holdfast.staging.interfaces import Staged
 from holdfast.staging.layout import LARGE_NBYTES
@@ -196,7 +196,7 @@ def _views_by_place(staged: Staged) -> dict[tuple[str, str], Tensor]:
         (component, spec.key): view
         for component, images in staged.files.items()
         for image in images
-        if isinstance(image, Image)
+        if isinstance(image, FileImage)
         for spec, view in zip(image.file.specs, image.views, strict=True)
     }
 

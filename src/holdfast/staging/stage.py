@@ -25,9 +25,9 @@ from holdfast.staging.copy_tasks import (
     arrivals_of,
     small_runs_of,
 )
-from holdfast.staging.image import Image
+from holdfast.staging.image import FileImage
 from holdfast.staging.in_memory import ImageTransfer
-from holdfast.staging.interfaces import Staged, Transfer
+from holdfast.staging.interfaces import Staged, StagingTransfer
 from holdfast.staging.layout import KnownFile
 from holdfast.staging.pool import Pool
 from holdfast.staging.waves import WaveTransfer
@@ -130,13 +130,13 @@ class Stager:
             return self._in_waves(captured)
         components = captured.components
         for component in components.values():
-            self._lay_out_files(component, Image)
+            self._lay_out_files(component, FileImage)
         now: list[Work] = []
         later: list[Work] = []
         held: list[object] = []
         for name, component in components.items():
             keys = overlapped.get(name, ())
-            images = cast(tuple[Image, ...], self._files[name])
+            images = cast(tuple[FileImage, ...], self._files[name])
             if component.addresses is None:
                 _add_all(images, component.tensors, frozenset(keys), now, later)
                 # A device may be copying them already, and training may drop them.
@@ -158,7 +158,9 @@ class Stager:
         is_early = is_awaited or _any_apart(self._files[name] for name in components)
         return self._staged(components, ImageTransfer(now, later, held=held, is_early=is_early))
 
-    def _staged(self, components: Mapping[str, CapturedComponent], transfer: Transfer) -> Staged:
+    def _staged(
+        self, components: Mapping[str, CapturedComponent], transfer: StagingTransfer
+    ) -> Staged:
         return Staged(
             files={name: self._files[name] for name in components},
             trees={name: component.tree for name, component in components.items()},
@@ -168,7 +170,7 @@ class Stager:
         )
 
     def _plan_of(
-        self, component: CapturedComponent, keys: Collection[str], images: Sequence[Image]
+        self, component: CapturedComponent, keys: Collection[str], images: Sequence[FileImage]
     ) -> _CopyPlan:
         known = self._plans.get(component.name)
         if known is None or known.keys is not keys or known.images is not images:
@@ -247,18 +249,20 @@ class _CopyPlan:
 
     keys: Collection[str]
     """Keys of the tensors that are copied later."""
-    images: Sequence[Image]
+    images: Sequence[FileImage]
     small_now: Sequence[SmallRuns]
     small_later: Sequence[SmallRuns]
-    now: Sequence[tuple[Image, Sequence[tuple[int, int]]]]
-    later: Sequence[tuple[Image, Sequence[tuple[int, int]]]]
+    now: Sequence[tuple[FileImage, Sequence[tuple[int, int]]]]
+    later: Sequence[tuple[FileImage, Sequence[tuple[int, int]]]]
 
 
-def _plan(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[Image]) -> _CopyPlan:
+def _plan(
+    specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[FileImage]
+) -> _CopyPlan:
     numbers = {spec.key: number for number, spec in enumerate(specs)}
     overlapped = frozenset(keys)
 
-    def places(image: Image, some: Sequence[int], *, is_later: bool) -> list[tuple[int, int]]:
+    def places(image: FileImage, some: Sequence[int], *, is_later: bool) -> list[tuple[int, int]]:
         keyed = ((position, image.file.specs[position].key) for position in some)
         return [(i, numbers[key]) for i, key in keyed if (key in overlapped) == is_later]
 
@@ -266,7 +270,7 @@ def _plan(specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[I
         by_image = ((image, places(image, image.small, is_later=is_later)) for image in images)
         return [runs for pair in by_image for runs in small_runs_of(*pair)]
 
-    def large(*, is_later: bool) -> list[tuple[Image, list[tuple[int, int]]]]:
+    def large(*, is_later: bool) -> list[tuple[FileImage, list[tuple[int, int]]]]:
         by_image = ((image, places(image, image.large, is_later=is_later)) for image in images)
         return [pair for pair in by_image if pair[1]]
 
@@ -291,7 +295,7 @@ def _any_apart(files: Iterable[tuple[KnownFile, ...]]) -> bool:
 
 
 def _add_all(
-    images: Sequence[Image],
+    images: Sequence[FileImage],
     tensors: Mapping[str, Tensor],
     overlapped: Collection[str],
     now: list[Work],
@@ -306,7 +310,7 @@ def _add_all(
 
 
 def _add_works(
-    image: Image,
+    image: FileImage,
     tensors: Mapping[str, Tensor],
     overlapped: Collection[str],
     now: list[Work],

@@ -19,13 +19,13 @@ from typing_extensions import override
 
 from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.staging.interfaces import Transfer
+from holdfast.staging.interfaces import StagingTransfer
 from holdfast.staging.layout import KnownFile
 from holdfast.staging.pool import Pool, PooledContent
 from holdfast.threads.workers import Workers
 
 
-class WaveTransfer(Transfer):
+class WaveTransfer(StagingTransfer):
     """Copies a state block by block, as it is written, and reuses the memory of written blocks."""
 
     is_early = True

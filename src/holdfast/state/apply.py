@@ -19,7 +19,7 @@ from holdfast.state.components import (
     kind_of,
     parameter_names,
 )
-from holdfast.state.planning.copying import Stored, Unread
+from holdfast.state.planning.copying import Stored, UnreadTensor
 from holdfast.state.planning.merge import Claims
 from holdfast.state.planning.plans import GeneratorPlan, LoadPlan, ObjectPlan, RngPlan, TreePlan
 from holdfast.state.selection import (
@@ -144,7 +144,7 @@ class Prepared:
 
 def _check_local(path: str, stored: Stored, shards: LocalShards) -> None:
     """Check that a tensor is a rank's part: copying would stretch one of another shape."""
-    shape = tuple((stored.spec if isinstance(stored, Unread) else stored).shape)
+    shape = tuple((stored.spec if isinstance(stored, UnreadTensor) else stored).shape)
     if shape != shards.local_shape:
         expected = list(shards.local_shape)
         raise UsageError(f"{path}: the local tensor is {expected}, the one for it {list(shape)}")

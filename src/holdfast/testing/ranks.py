@@ -15,8 +15,8 @@ from holdfast.ranks.coordinator import (
     Collected,
     Coordinator,
     Exchange,
-    Failure,
-    Transfer,
+    RankFailure,
+    RankTransfer,
 )
 from holdfast.ranks.waiting import Watch, named
 
@@ -46,7 +46,7 @@ class ThreadCoordinator(Coordinator):
         self._board.put_post(tag, self.rank, data)
 
     @override
-    def fail(self, tag: str, failure: Failure, *, timeout_s: float) -> None:
+    def fail(self, tag: str, failure: RankFailure, *, timeout_s: float) -> None:
         if self.is_leader:
             self._board.put_announcement(tag, failure)
         else:
@@ -59,7 +59,7 @@ class ThreadCoordinator(Coordinator):
         posts = self._board.take_posts(tag, self.world_size, timeout_s, watch)
         return Collected(
             came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
-            failed={rank: said for rank, said in posts.items() if isinstance(said, Failure)},
+            failed={rank: said for rank, said in posts.items() if isinstance(said, RankFailure)},
             silent=[rank for rank in range(self.world_size) if rank not in posts],
         )
 
@@ -75,7 +75,7 @@ class ThreadCoordinator(Coordinator):
         said = self._board.read_announcement(tag, timeout_s, watch)
         if said is None:
             raise RanksSilent(tag, [LEADER])
-        if isinstance(said, Failure):
+        if isinstance(said, RankFailure):
             raise RanksFailed(tag, {LEADER: said})
         return said
 
@@ -96,13 +96,13 @@ class _ThreadExchange(Exchange):
         self,
         sends: Sequence[tuple[int, memoryview]],
         receives: Sequence[tuple[int, memoryview]],
-    ) -> Transfer:
+    ) -> RankTransfer:
         for peer, buffer in sends:
             self._board.send(self._rank, peer, bytes(buffer))
         return _ThreadTransfer(self._rank, self._board, receives)
 
 
-class _ThreadTransfer(Transfer):
+class _ThreadTransfer(RankTransfer):
     def __init__(
         self, rank: int, board: _Board, receives: Sequence[tuple[int, memoryview]]
     ) -> None:
@@ -125,10 +125,10 @@ class _Board:
     def __init__(self) -> None:
         self._changed = Condition()
         self._sent: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
-        self._posts: defaultdict[str, dict[int, bytes | Failure]] = defaultdict(dict)
+        self._posts: defaultdict[str, dict[int, bytes | RankFailure]] = defaultdict(dict)
         self._begun: set[str] = set()
         """Rounds in which the leader has posted."""
-        self._announced: dict[str, bytes | Failure] = {}
+        self._announced: dict[str, bytes | RankFailure] = {}
 
     def send(self, rank: int, peer: int, data: bytes) -> None:
         with self._changed:
@@ -141,7 +141,7 @@ class _Board:
             self._changed.wait_for(lambda: bool(sent), timeout_s)
             return sent.popleft() if sent else None
 
-    def put_post(self, tag: str, rank: int, said: bytes | Failure) -> None:
+    def put_post(self, tag: str, rank: int, said: bytes | RankFailure) -> None:
         with self._changed:
             self._posts[tag][rank] = said
             if rank == LEADER:
@@ -150,10 +150,12 @@ class _Board:
 
     def take_posts(
         self, tag: str, world_size: int, timeout_s: float, watch: Watch | None
-    ) -> dict[int, bytes | Failure]:
+    ) -> dict[int, bytes | RankFailure]:
         def is_over() -> bool:
             posts = self._posts[tag]
-            return len(posts) == world_size or any(isinstance(p, Failure) for p in posts.values())
+            return len(posts) == world_size or any(
+                isinstance(p, RankFailure) for p in posts.values()
+            )
 
         def late() -> dict[int, str]:
             posts = self._posts[tag]
@@ -178,14 +180,14 @@ class _Board:
                 watch.tell(waited_s, late())
                 next_s = min(timeout_s, watch.next_s)
 
-    def put_announcement(self, tag: str, said: bytes | Failure) -> None:
+    def put_announcement(self, tag: str, said: bytes | RankFailure) -> None:
         with self._changed:
             self._announced[tag] = said
             self._changed.notify_all()
 
     def read_announcement(
         self, tag: str, timeout_s: float, watch: Watch | None
-    ) -> bytes | Failure | None:
+    ) -> bytes | RankFailure | None:
         def late() -> dict[int, str]:
             begins = None if watch is None else watch.begins
             return {} if begins is None or begins in self._begun else {LEADER: named(LEADER, None)}

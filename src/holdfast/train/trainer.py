@@ -22,7 +22,7 @@ from holdfast.checkpoints import Checkpoints, best_rules
 from holdfast.control.stop import Stop
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.loading.optional_components import Sides
+from holdfast.loading.optional_components import MissingComponentPolicy
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.clock import Time, Unit
@@ -50,25 +50,25 @@ from holdfast.train.evaluation.predicting import Predictions, predict
 from holdfast.train.evaluation.targets import Target, Validated, Which, borrowed, kept_all, select
 from holdfast.train.evaluation.validation import (
     Restarting,
+    TrainerValidations,
     Validation,
     ValidationPart,
-    Validations,
     Validator,
     plans_of,
     size_of,
     undisturbed,
 )
-from holdfast.train.evaluation.watching import Watched
+from holdfast.train.evaluation.watching import WatchedMetricsCheck
 from holdfast.train.fit.best import check_load_best, finder, saves_of_validations
 from holdfast.train.fit.config import config_of, config_of_data
 from holdfast.train.fit.ending import EndReason, FitEnding, Outcome
-from holdfast.train.fit.fitting import Fit, Gear
+from holdfast.train.fit.fitting import Fit, TrainerParts
 from holdfast.train.fit.resuming import Resuming
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
-from holdfast.train.fit.starting import StartingPoint, Tried, Unsaved
+from holdfast.train.fit.starting import DryRunManager, NullManager, StartingPoint
 from holdfast.train.fit.tuner import (
     LearningRateCurve,
-    Trial,
+    TrialSteps,
     find_learning_rate,
 )
 from holdfast.train.outputs import Entry, Histogram, Table, entry_of
@@ -94,7 +94,7 @@ from holdfast.train.step.step import (
     moved,
 )
 from holdfast.train.step.swa import SWA, EqualAverage
-from holdfast.train.step.undo import Boundary, WayBack, modules_of, small
+from holdfast.train.step.undo import Boundary, StepUndo, modules_of, small
 from holdfast.train.training import Average, Counters, Metrics, Training, cast_averages
 
 logger = logging.getLogger("holdfast")
@@ -287,7 +287,7 @@ class Trainer:
         self._numbers = Numbers()
         self._unhealthy = unhealthy
         self._numerics = Numerics(checked_precision(precision), build.device_type(self.model, on))
-        self._way_back: WayBack
+        self._way_back: StepUndo
         build.check_shared_data(data, chosen, group)
         is_single = isinstance(self.optimizer, torch.optim.Optimizer)
         named = {"": self.optimizer} if is_single and update is not None else self.optimizer
@@ -345,7 +345,7 @@ class Trainer:
         build.check_held(self.state, loss)
         self.checkpoints.check_components({*self.state, RNG})
         self._way_back = self._make_way_back()
-        self._gear = Gear(
+        self._gear = TrainerParts(
             model=self.model,
             ema=self.ema,
             swa=self.swa,
@@ -365,7 +365,7 @@ class Trainer:
             counts=counts,
             checkpoints=self.checkpoints,
             best=saves_of_validations(self.checkpoints),
-            watched=Watched(
+            watched=WatchedMetricsCheck(
                 self._watched, self._validations, [f"train/{name}" for name in self._scores.names]
             ),
             sanity=self._check_sanity,
@@ -446,7 +446,7 @@ class Trainer:
         check_counted(goal.unit, f"until={until!r}", self._counts.units)
         without, override = listed(without, "without"), listed(override, "override")
         check_override(self.state, override)
-        Sides(without=without).check(self.state)
+        MissingComponentPolicy(without=without).check(self.state)
         if self._limits.fast_dev_run and (start_from is not None or load_best):
             logger.info("limits: fast_dev_run: start_from and load_best are ignored")
             start_from, load_best = None, False
@@ -771,9 +771,9 @@ class Trainer:
             if self._stop is not None and not self._parallel.group.is_alone:
                 self._stop.share()
             if self._limits.fast_dev_run:
-                return Tried(self._before_save, self.counters, self.state)
+                return DryRunManager(self._before_save, self.counters, self.state)
             logger.warning("checkpoints=None: nothing of this training is saved")
-            return Unsaved()
+            return NullManager()
         return CheckpointManager(
             replace(
                 self.checkpoints,
@@ -1005,14 +1005,14 @@ class Trainer:
 
     def _make_validations(
         self, given: Any, *, kind: str = "val", batches: int | None = None, is_quiet: bool = False
-    ) -> Validations:
+    ) -> TrainerValidations:
         """Make validations on `given`, on so many batches or as many as the limits allow."""
         plans = plans_of(given)
         update = replace(self._update, callbacks=Callbacks([], self)) if is_quiet else self._update
         self._check_held_out(plans, self._given_data)
         for plan in plans:
             check_counted(plan.trigger.unit, f"validation every='{plan.every}'", self._counts.units)
-        made = Validations(
+        made = TrainerValidations(
             [
                 Validator(
                     plan=plan if kind == "test" else self._limited(plan, batches),
@@ -1073,8 +1073,8 @@ class Trainer:
         at_end = plan.at_end or bool(self._limits.fast_dev_run)
         return replace(plan, data=self._limits.of_validation(plan.data, batches), at_end=at_end)
 
-    def _make_way_back(self) -> WayBack:
-        return WayBack(
+    def _make_way_back(self) -> StepUndo:
+        return StepUndo(
             # With several ranks nothing is interrupted: they stop where they meet.
             stop=self._stop if self._parallel.group.is_alone else None,
             is_exact=self.root is not None and asks_for(self._every, "exception"),
@@ -1123,9 +1123,9 @@ class Trainer:
         yield
 
     @property
-    def _trial(self) -> Trial:
+    def _trial(self) -> TrialSteps:
         quiet = Callbacks([], self)
-        return Trial(
+        return TrialSteps(
             update=replace(
                 self._update,
                 callbacks=quiet,

@@ -265,7 +265,7 @@ class Average:
         self.decay = decay
         self.model = widened(model)
         """The averaged model, in float32 or wider."""
-        self.cast = Cast(self.model, model)
+        self.cast = AverageInModelDtypes(self.model, model)
         """The averaged model in the dtypes of the trained one."""
 
     @torch.no_grad()
@@ -293,7 +293,7 @@ class Average:
         return pairs_of(self.model, model)
 
 
-class Cast:
+class AverageInModelDtypes:
     """An averaged model in the dtypes of the trained one, which its batches and losses expect."""
 
     def __init__(self, average: nn.Module, model: nn.Module) -> None:

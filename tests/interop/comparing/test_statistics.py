@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from holdfast.format.tensors import TensorSpec
 from holdfast.interop.comparing.statistics import TensorStats, figures_of, stats_of
-from holdfast.interop.comparing.tallies import Tally
+from holdfast.interop.comparing.tallies import TensorTally
 from holdfast.interop.opening import open_source
 from holdfast.state.leaves import DTYPE_NAMES
 
@@ -23,7 +23,7 @@ ODD = torch.tensor([[math.nan, math.inf, -math.inf], [0.0, -0.0, 3.0]])
 
 def stats(tensor: torch.Tensor, *, cut: int = 1 << 20) -> TensorStats:
     """Statistics of a tensor whose bytes come in pieces of `cut`."""
-    tally = Tally(TensorSpec("x", DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+    tally = TensorTally(TensorSpec("x", DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
     data = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     for start in range(0, len(data), cut):
         tally.add(memoryview(data)[start : start + cut])

@@ -17,7 +17,7 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.interop.comparing.differences import compare
 from holdfast.interop.comparing.pairs import PairTally
 from holdfast.interop.comparing.statistics import TensorStats, stats_of
-from holdfast.interop.comparing.tallies import Tally
+from holdfast.interop.comparing.tallies import TensorTally
 from holdfast.interop.opening import open_source
 from holdfast.state.leaves import DTYPE_NAMES
 
@@ -33,7 +33,7 @@ def spec_of(tensor: Tensor) -> TensorSpec:
     return TensorSpec("x", DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
-def counted(tally: Tally) -> tuple[object, ...]:
+def counted(tally: TensorTally) -> tuple[object, ...]:
     """The figures that are whole numbers, or numbers of the tensor."""
     extremes = (tally.min, tally.max)
     counts = (tally.count, tally.zeros, tally.nan, tally.infinite, tally.rows.num_dead)
@@ -57,7 +57,7 @@ def test_runs_of_a_tensor_merge_to_the_whole(
     places = sorted({0, *(4 * cut for cut in cuts if 4 * cut < memory.nbytes), memory.nbytes})
     runs = []
     for start, stop in pairwise(places):
-        runs.append(Tally(spec, start))
+        runs.append(TensorTally(spec, start))
         runs[-1].add(memory[start:stop])
     found = runs[0]
     for later in runs[1:]:
@@ -72,7 +72,7 @@ def test_exponents_of_many_numbers_are_those_of_each(num: int) -> None:
     tensor = torch.randn(num, generator=RANDOM) * 10.0 ** torch.randint(-37, 37, (num,))
     tensor[::1000], tensor[5], tensor[num - 1] = 0.0, math.nan, -math.inf
     tensor[7] = 2.0**-140
-    tally = Tally(spec_of(tensor))
+    tally = TensorTally(spec_of(tensor))
     tally.add(memory_of(tensor))
     finite = tensor[torch.isfinite(tensor) & (tensor != 0)].double()
     values, counts = (torch.frexp(finite).exponent - 1).unique(return_counts=True)
@@ -92,7 +92,7 @@ def test_numbers_counted_by_their_codes_have_the_same_figures(dtype: torch.dtype
     tensor[3] = tensor[599] = 0
     tensor = tensor.view(dtype)
     memory, spec = memory_of(tensor), spec_of(tensor)
-    by_codes, by_parts = Tally(spec), Tally(spec)
+    by_codes, by_parts = TensorTally(spec), TensorTally(spec)
     by_codes.add(memory)
     for start in range(0, memory.nbytes, 60):
         by_parts.add(memory[start : start + 60])
@@ -132,7 +132,7 @@ def test_small_tensors_have_the_figures_of_each_alone(tmp_path: Path) -> None:
         found = {one.tensor.removeprefix("model:"): one for one in stats_of(source, wanted)}
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        alone = Tally(spec_of(tensor))
+        alone = TensorTally(spec_of(tensor))
         alone.add(memory_of(tensor))
         assert figures(found[name]) == (
             alone.zeros,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptData, FormatError, HoldfastError
-from holdfast.interop.pickles.budget import Budget
+from holdfast.interop.pickles.budget import PickleBudget
 from holdfast.interop.pickles.machine import _OPERATIONS, _REFUSED, Machine
 from holdfast.interop.pickles.names import CONSTANTS, CONSTRUCTORS, SETTERS
 from holdfast.interop.pickles.values import Unknown
@@ -39,7 +39,7 @@ def read(data: bytes) -> Any:
     machine = Machine(
         io.BufferedReader(io.BytesIO(data)),  # type: ignore[arg-type]
         what="x.pkl",
-        budget=Budget(),
+        budget=PickleBudget(),
         constructors=CONSTRUCTORS,
         constants=CONSTANTS,
         setters=SETTERS,

@@ -33,7 +33,7 @@ from holdfast.interop.files import LocalFile
 from holdfast.interop.lazy import load_file
 from holdfast.interop.opening import open_source
 from holdfast.interop.pickles import values
-from holdfast.interop.pickles.budget import Budget
+from holdfast.interop.pickles.budget import PickleBudget
 from holdfast.interop.reading import pieces
 from holdfast.interop.source import Source
 from holdfast.interop.sources.crcs import joined
@@ -287,7 +287,7 @@ def test_records_of_a_caller_keep_their_members(tmp_path: Path) -> None:
     file = LocalFile.open(path)
     found = read_pickle(file, records=[f"{Record.__module__}.Record"])
     file.close()
-    assert type(found["known"]) is values.Record
+    assert type(found["known"]) is values.PickledObject
     assert found["known"].members == {"a": 1}
     assert type(found["other"]) is values.Unknown
 
@@ -329,7 +329,9 @@ def test_trust_lifts_each_bound_on_the_values_of_a_file_and_the_error_says_so(
     else:
         path.write_bytes(data)
     if message == "operations":
-        monkeypatch.setattr(Budget.__init__, "__kwdefaults__", {"operations": 100, "nbytes": 9999})
+        monkeypatch.setattr(
+            PickleBudget.__init__, "__kwdefaults__", {"operations": 100, "nbytes": 9999}
+        )
     with pytest.raises(LimitExceeded, match=rf"{message}.*--trust.*trust=True"):
         open_source(str(path))
     with (

@@ -31,7 +31,7 @@ from holdfast.events import logger
 from holdfast.store.remote import RemoteStore
 from holdfast.store.remote import api as remoteapi
 from holdfast.store.remote.opening import RemoteOptions
-from holdfast.store.remote.throttle import Pace
+from holdfast.store.remote.throttle import RateLimit
 from holdfast.testing.store_contract import noise
 from marks import full
 from servers.fixtures import on
@@ -413,7 +413,7 @@ def test_a_document_that_waits_for_its_turn_keeps_no_request_open(
     """The limit of bandwidth may ask for longer than a request may take."""
     waited: list[float] = []
 
-    def ask_instead(pace: Pace, nbytes: int) -> None:
+    def ask_instead(pace: RateLimit, nbytes: int) -> None:
         waited.append(pace.reserve(nbytes))
         assert store.children() == ()  # the only request that may be open
 

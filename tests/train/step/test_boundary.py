@@ -16,7 +16,7 @@ from holdfast.control.stop import Interrupted
 from holdfast.data import Loader, randomness
 from holdfast.train import Callback
 from holdfast.train.callbacks.registry import Callbacks
-from holdfast.train.step.undo import Boundary, WayBack, small
+from holdfast.train.step.undo import Boundary, StepUndo, small
 
 
 class Count:
@@ -84,11 +84,11 @@ def test_blocks_that_never_came_to_their_end_are_ended() -> None:
     assert expected != draw()
 
 
-def way_back(stop: Stop | None, *callbacks: Callback, is_exact: bool = False) -> WayBack:
+def way_back(stop: Stop | None, *callbacks: Callback, is_exact: bool = False) -> StepUndo:
     loader, training = Loader(range(10), batch_size=2), None
     state = {"data": loader, "count": Count()}
     told = Callbacks(callbacks, training)  # type: ignore[arg-type]
-    return WayBack(stop=stop, is_exact=is_exact, data=loader, state=state, callbacks=told)
+    return StepUndo(stop=stop, is_exact=is_exact, data=loader, state=state, callbacks=told)
 
 
 def test_without_a_stop_nothing_is_interrupted_and_there_is_no_way_back() -> None:

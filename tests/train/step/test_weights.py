@@ -17,7 +17,7 @@ from holdfast.policy.triggers import Every, On
 from holdfast.testing.resume import leaf_digests
 from holdfast.train import Callback, Trainer, Training, Validation
 from holdfast.train.callbacks.registry import HookFailed
-from holdfast.train.step.undo import Weights
+from holdfast.train.step.undo import StateFingerprint
 from train.small import make, network
 
 FAILING = Every("3step") | On("exception")
@@ -215,7 +215,7 @@ def _count(module: Any) -> None:
 def test_every_change_of_a_module_is_seen(change: Callable[[Any], None]) -> None:
     """One value of one parameter, another parameter in its place, and extra state."""
     module = network().append(Extra())
-    weights = Weights({"module": module, "other": network()})
+    weights = StateFingerprint({"module": module, "other": network()})
     assert weights.changed() == []
     change(module)
     assert weights.changed() == ["module"]
@@ -231,7 +231,7 @@ def test_every_dtype_and_layout_is_looked_at(dtype: torch.dtype, size: int) -> N
     module.turned = nn.Parameter(torch.zeros(2, size, dtype=dtype).t())
     module.empty = nn.Parameter(torch.zeros(0, dtype=dtype))
     for tensor in (whole, module.turned.data):
-        weights = Weights({"module": module})
+        weights = StateFingerprint({"module": module})
         assert weights.changed() == []
         tensor[(-1,) * tensor.dim()] += 1
         assert weights.changed() == ["module"]
@@ -243,17 +243,17 @@ def test_optimizers_are_looked_at_without_a_step(tmp_path: Path) -> None:
     loss(network(), torch.ones(2, 4))
     state: dict[str, Any] = {"optimizer": loss.optimizer}
     for way in ("rate", "slot"):
-        weights = Weights(state)
+        weights = StateFingerprint(state)
         assert weights.changed() == []
         loss.way = way
         loss.change(None, torch.ones(1))
         assert weights.changed() == ["optimizer"]
     slots = next(iter(loss.optimizer.state.values()))
     slots["history"] = [torch.ones(2), {"a": (1, None)}]
-    weights = Weights(state)
+    weights = StateFingerprint(state)
     assert weights.changed() == []
     slots["history"].append(torch.ones(1))
     assert weights.changed() == ["optimizer"]
-    weights = Weights(state)
+    weights = StateFingerprint(state)
     loss.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     assert weights.changed() == ["optimizer"]

@@ -18,7 +18,7 @@ from ignite.engine import Engine, Events
 from holdfast.arguments import checked
 from holdfast.bridges.ignite.state import (
     EngineState,
-    Measured,
+    TimedMetrics,
     check_engine,
     stateful_handlers,
 )
@@ -32,7 +32,7 @@ from holdfast.bridges.parts import (
     taking_over,
     warn_without_interval,
 )
-from holdfast.bridges.validations import Validations
+from holdfast.bridges.validations import BridgeValidations
 from holdfast.checkpoints import Checkpoints
 from holdfast.control.stop import Stop
 from holdfast.data.options import check_whole
@@ -119,8 +119,8 @@ class HoldfastRun:
         self._hooks, self._stop = hooks or StateHooks(), stop or Stop()
         self._emit = reporting(self.checkpoints)
         self._state = EngineState(engine, self._emit)
-        self._evaluator, self._measured = evaluator, Measured(engine, evaluator)
-        self._validations: Validations | None = None
+        self._evaluator, self._measured = evaluator, TimedMetrics(engine, evaluator)
+        self._validations: BridgeValidations | None = None
         self._has_begun = self._has_trained = self._has_warned = False
         self._has_warned_of_engine = False
         self._resumed: Checkpoint | None = None
@@ -161,7 +161,7 @@ class HoldfastRun:
         )
         with self._stop, manager:
             self._resumed = self._resume(manager, components, which, begin_from)
-            self._validations = Validations(
+            self._validations = BridgeValidations(
                 self.checkpoints,
                 manager,
                 _leaders,

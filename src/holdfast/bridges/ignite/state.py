@@ -64,7 +64,7 @@ class EngineState:
             self.has_stopped = state["has_stopped"]
 
 
-class Measured:
+class TimedMetrics:
     """Metrics of an Engine, each with the iteration of the training at which it was set.
 
     An Engine keeps the last value of each metric, however old.

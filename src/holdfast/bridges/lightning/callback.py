@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from typing_extensions import override
 
 from holdfast.arguments import checked
-from holdfast.bridges.lightning.measured import NO_STEP, Measured, Numbers
+from holdfast.bridges.lightning.measured import NO_STEP, LazyNumbers, NewMetrics
 from holdfast.bridges.lightning.reading import ReadingIO
 from holdfast.bridges.lightning.seams import (
     begin_anew,
@@ -38,7 +38,7 @@ from holdfast.bridges.parts import (
     taking_over,
     warn_without_interval,
 )
-from holdfast.bridges.validations import Validations, check_direction
+from holdfast.bridges.validations import BridgeValidations, check_direction
 from holdfast.checkpoints import Checkpoints
 from holdfast.control.stop import Stop
 from holdfast.errors import NoCheckpoint, UsageError
@@ -185,8 +185,8 @@ class HoldfastCheckpoint(CheckpointCallback):
         self._open = ExitStack()
         self._open.push(self.manager)
         resumed = self._resume(self.manager, components, given_path(trainer))
-        self._measured = Measured(trainer)
-        self._validations = Validations(
+        self._measured = NewMetrics(trainer)
+        self._validations = BridgeValidations(
             self.checkpoints,
             self.manager,
             trainer.strategy.broadcast,
@@ -224,7 +224,7 @@ class HoldfastCheckpoint(CheckpointCallback):
             return
         step = trainer.global_step
         if step != self._step:
-            self._validations.ended(step, Numbers(self._measured.look(step)))
+            self._validations.ended(step, LazyNumbers(self._measured.look(step)))
             return
         self._measured.look(NO_STEP)
         self._validations.ended(None, {})

@@ -14,7 +14,7 @@ NO_STEP = -1
 """Step of metrics that belong to no state that can be saved."""
 
 
-class Measured:
+class NewMetrics:
     """Tells the metrics of a step from older ones, which Lightning shows beside them.
 
     Each value is kept until the next one of its name, so a value whose memory is another's is new.
@@ -38,10 +38,10 @@ class Measured:
 
     def at(self, step: int) -> Mapping[str, float]:
         """Return the metrics of a step."""
-        return Numbers({n: self._values[n] for n, at in self._steps.items() if at == step})
+        return LazyNumbers({n: self._values[n] for n, at in self._steps.items() if at == step})
 
 
-class Numbers(Mapping[str, float]):
+class LazyNumbers(Mapping[str, float]):
     """Values as numbers, which are read from their device only where a save needs them."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:

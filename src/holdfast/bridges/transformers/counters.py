@@ -24,7 +24,7 @@ _PROGRESS = (
 """Fields of the TrainerState that a checkpoint restores; others follow from the arguments."""
 
 
-class Counters:
+class TransformersCounters:
     """Component `trainer`: counters, logs, callbacks and losses that were not logged yet.
 
     They are those of a `Run`.

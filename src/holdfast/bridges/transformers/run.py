@@ -24,10 +24,10 @@ from holdfast.bridges.parts import (
     taking_over,
     warn_without_interval,
 )
-from holdfast.bridges.transformers.counters import INTERVALS, Counters
+from holdfast.bridges.transformers.counters import INTERVALS, TransformersCounters
 from holdfast.bridges.transformers.epochs import Epochs, check_place
 from holdfast.bridges.transformers.seams import STATE_FILE, beside_bar, leaders, measured_at
-from holdfast.bridges.validations import Validations
+from holdfast.bridges.validations import BridgeValidations
 from holdfast.checkpoints import Checkpoints
 from holdfast.control.stop import Stop
 from holdfast.data.loader import Loader
@@ -50,7 +50,7 @@ class Elsewhere(Exception):
         self.step = step
 
 
-class Run(TrainerCallback):
+class TransformersRun(TrainerCallback):
     """A training of a Trainer: its data, its manager, and the place of its loop.
 
     The Trainer holds it under one name, so that no name of ours can be one of a subclass.
@@ -70,7 +70,7 @@ class Run(TrainerCallback):
         self.manager: CheckpointManager | None = None
         self.given_stop, self.stop = stop, stop or Stop()
         self.epochs: Epochs
-        self.counters = Counters(self)
+        self.counters = TransformersCounters(self)
         self.is_asked = False
         """Whether the Trainer wants a save."""
         self.was_done = False
@@ -85,7 +85,7 @@ class Run(TrainerCallback):
         self._event = "step"
         self._which: str | int = "latest"
         self._folder: Path | None = None
-        self._validations: Validations | None = None
+        self._validations: BridgeValidations | None = None
 
     # What the Trainer calls
 
@@ -197,7 +197,7 @@ class Run(TrainerCallback):
         if (found is not None or self._folder is not None) and step != begins_at:
             raise Elsewhere(step)
         validates = str(getattr(self.trainer.args.eval_strategy, "value", "no")) != "no"
-        self._validations = Validations(
+        self._validations = BridgeValidations(
             self.checkpoints, self.manager, leaders, resumed=found, to_come=validates
         )
         say_start(

@@ -1,6 +1,6 @@
 """The Trainer that saves and resumes through Holdfast: the methods that it replaces.
 
-Their state is in one object, a `Run`.
+Their state is in one object, a `TransformersRun`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from holdfast.bridges.transformers.epochs import (
     loader_of,
     loaders_skip_by_themselves,
 )
-from holdfast.bridges.transformers.run import Elsewhere, Run, newest_step
+from holdfast.bridges.transformers.run import Elsewhere, TransformersRun, newest_step
 from holdfast.bridges.transformers.seams import SUMMARY, check_names, leaders, refuse_arguments
 from holdfast.bridges.validations import check_direction
 from holdfast.checkpoints import Checkpoints
@@ -78,7 +78,7 @@ class CheckpointedMixin(_Trainer):
         self.checkpoints = Checkpoints.of(checkpoints, {})
         if self.checkpoints.root is None:
             raise UsageError("checkpoints: the root is None; give a path to save in")
-        self._holdfast = Run(self, self.checkpoints, data, stop)
+        self._holdfast = TransformersRun(self, self.checkpoints, data, stop)
         super().__init__(*args, **kwargs)
         refuse_arguments(self)
         if self.args.metric_for_best_model and self.args.greater_is_better is not None:

@@ -39,7 +39,7 @@ class Owner(Document, frozen=True):
     """Whether the process lives, as far as this host can tell; `closed`: it ended its claim."""
 
 
-class Reader(Document, frozen=True):
+class LeaseHolder(Document, frozen=True):
     """Process that keeps a checkpoint from deletion. What its lease does not say is null."""
 
     folder: str
@@ -54,7 +54,7 @@ class Reader(Document, frozen=True):
     """`alive` or `unknown`."""
 
 
-class Unread(Document, frozen=True):
+class UnreadableCheckpoint(Document, frozen=True):
     """Checkpoint whose manifest is damaged or lost."""
 
     folder: str

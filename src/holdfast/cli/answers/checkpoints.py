@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from msgspec import UNSET, UnsetType
 
-from holdfast.cli.answers.base import Document, Owner, Reader, Unopened, Unread
+from holdfast.cli.answers.base import Document, LeaseHolder, Owner, Unopened, UnreadableCheckpoint
 
 
-class Described(Document, frozen=True, rename={"save_class": "class"}):
+class DescribedCheckpoint(Document, frozen=True, rename={"save_class": "class"}):
     """Members that `ls` and `show` have for each checkpoint."""
 
     folder: str
@@ -60,7 +60,7 @@ class Described(Document, frozen=True, rename={"save_class": "class"}):
     """Folder of the checkpoint that its process went on from; null: from the beginning."""
 
 
-class Listed(Described, frozen=True):
+class Listed(DescribedCheckpoint, frozen=True):
     """Checkpoint of `ls`."""
 
     components: list[str]
@@ -71,7 +71,7 @@ class Listed(Described, frozen=True):
     """Files that are missing or have the wrong length."""
 
 
-class Shown(Described, frozen=True):
+class Shown(DescribedCheckpoint, frozen=True):
     """Checkpoint of `show`: all of its manifest (docs/format.md, section 3)."""
 
     components: dict[str, Any]
@@ -109,11 +109,11 @@ class Ls(Document, frozen=True):
     """Folder that `@best` names; null: none, as no metric or tag says which."""
     owner: Owner | None
     """Newest claim; null if there is none, or it cannot be read."""
-    readers: list[Reader]
+    readers: list[LeaseHolder]
     """Processes that read checkpoints."""
     checkpoints: list[Listed]
     """Checkpoints, newest first."""
-    damaged: list[Unread]
+    damaged: list[UnreadableCheckpoint]
     """Manifests that cannot be read."""
     unopened: list[Unopened]
     """Checkpoints that the keys do not open."""

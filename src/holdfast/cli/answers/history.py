@@ -6,10 +6,10 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.cli.answers.base import Document, Ending, Unopened, Unread
+from holdfast.cli.answers.base import Document, Ending, Unopened, UnreadableCheckpoint
 
 
-class SaveCost(Document, frozen=True):
+class RecordedSaveCost(Document, frozen=True):
     """Durations and bytes of a save; null: not recorded."""
 
     stall_s: float | None
@@ -50,7 +50,7 @@ class LoggedSave(Document, frozen=True):
     """`left behind`: a rollback went on from an earlier one. `aborted`: gc has given it up."""
     why: str | None
     """Why it was deleted or aborted, and by whom; null where no record of that is left."""
-    cost: SaveCost | None
+    cost: RecordedSaveCost | None
     """What it took; null where its manifest is gone."""
 
 
@@ -96,7 +96,7 @@ class Log(Document, frozen=True):
     """Path or URL of the root."""
     lives: list[Life]
     """Lives of the run, oldest first."""
-    damaged: list[Unread]
+    damaged: list[UnreadableCheckpoint]
     """As for `ls`."""
     unopened: list[Unopened]
     """As for `ls`."""
@@ -127,7 +127,7 @@ class Advise(Document, frozen=True):
     """Checkpoints that could not be read."""
 
 
-class Series(Document, frozen=True):
+class MetricSeries(Document, frozen=True):
     """Curve of a metric."""
 
     panel: str
@@ -158,7 +158,7 @@ class Plot(Document, frozen=True):
     """Path or URL of the root."""
     output: str | None
     """File that was written."""
-    series: list[Series]
+    series: list[MetricSeries]
     """Curves."""
     saves: list[int]
     """Steps of the saves."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from holdfast.cli.answers.base import Document, Unopened, Unread, Why
+from holdfast.cli.answers.base import Document, Unopened, UnreadableCheckpoint, Why
 
 
 class Judged(Document, frozen=True):
@@ -49,7 +49,7 @@ class Prune(Document, frozen=True):
     """What could not be done."""
     postponed: list[Why]
     """What somebody reads, or waits for its upload."""
-    damaged: list[Unread]
+    damaged: list[UnreadableCheckpoint]
     """As for `ls`."""
     unopened: list[Unopened]
     """As for `ls`."""
@@ -121,7 +121,7 @@ class Forecast(Document, frozen=True):
     """Coming saves, the next one first."""
     kept: list[Kept]
     """Checkpoints that stay, newest first."""
-    damaged: list[Unread]
+    damaged: list[UnreadableCheckpoint]
     """As for `ls`; they stay."""
     unopened: list[Unopened]
     """As for `ls`; they stay."""

@@ -40,7 +40,7 @@ class Uploaded(Document, frozen=True):
     """UTC time of the note."""
 
 
-class Uploads(Document, frozen=True):
+class UploadsAnswer(Document, frozen=True):
     """Answer of `uploads`."""
 
     root: str

@@ -18,7 +18,7 @@ from holdfast.cli.stats import stats as compute
 from holdfast.cli.verify import check
 from holdfast.cli.web.jobs import Job, told
 from holdfast.cli.web.pages import head_of, of_run, site_of
-from holdfast.cli.web.runs import Run
+from holdfast.cli.web.runs import PageRun
 from holdfast.cli.web.site import WHOLE_S, Site, cut, given, named, page_number
 
 POLL_MS, SLOW_POLL_MS = 500, 2000
@@ -55,7 +55,7 @@ def _before(listed: Listed, checkpoints: Sequence[Listed]) -> str | None:
     return next((one.folder for one in checkpoints if one.folder == listed.parent), None)
 
 
-def _target(run: Run, folder: str) -> str:
+def _target(run: PageRun, folder: str) -> str:
     """Name a checkpoint that was listed, as on the command line."""
     return f"{run.root}@{folder}"
 
@@ -80,7 +80,7 @@ async def tensors(request: Request) -> Response:
     return site.page(request, "tensors.html", {**common, **values})
 
 
-async def _tensors_of(run: Run, folder: str, **patience: float) -> Any:
+async def _tensors_of(run: PageRun, folder: str, **patience: float) -> Any:
     return await run.known(
         f"tensors {folder}",
         lambda: show(_target(run, folder), tensors=True),

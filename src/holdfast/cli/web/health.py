@@ -6,14 +6,14 @@ from collections.abc import Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from holdfast.cli.answers.checkpoints import Listed, Ls
-from holdfast.cli.watch import Watched, WatchedOwner
+from holdfast.cli.watch import WatchedOwner, WatchedRun
 
 _MOST = 3
 """Findings of one kind that are shown."""
 Level = Literal["bad", "warn", "good", "plain"]
 
 
-class Finding(NamedTuple):
+class HealthLine(NamedTuple):
     """Line of the verdict on a run: good, bad or worth a look."""
 
     level: Level
@@ -29,38 +29,38 @@ _OWNER: dict[str, tuple[Level, str]] = {
 }
 
 
-def findings(listed: Ls | None, watched: Watched | None) -> list[Finding]:
+def findings(listed: Ls | None, watched: WatchedRun | None) -> list[HealthLine]:
     """Judge a run by the answers of `ls` and `watch`; the worst first."""
     order = ("bad", "warn", "good", "plain")
     found = [*_of_watch(watched), *_of_list(listed)]
     return sorted(found, key=lambda finding: order.index(finding.level))
 
 
-def is_wrong(found: list[Finding]) -> bool:
+def is_wrong(found: list[HealthLine]) -> bool:
     """Whether something needs a person."""
     return any(finding.level in ("bad", "warn") for finding in found)
 
 
-def _of_watch(watched: Watched | None) -> Iterator[Finding]:
+def _of_watch(watched: WatchedRun | None) -> Iterator[HealthLine]:
     if watched is None:
         return
     if watched.owner is not None:
         yield _of_owner(watched.owner)
     stuck = [one for one in watched.uploads if one.state in ("failed", "refused")]
     if stuck:
-        yield Finding("warn", f"{_count(len(stuck), 'upload')} failed: {stuck[0].folder}")
+        yield HealthLine("warn", f"{_count(len(stuck), 'upload')} failed: {stuck[0].folder}")
 
 
-def _of_owner(owner: WatchedOwner) -> Finding:
+def _of_owner(owner: WatchedOwner) -> HealthLine:
     level, text = _OWNER.get(owner.state, _OWNER["unknown"])
-    return Finding(level, text.format(pid=owner.pid, host=owner.host))
+    return HealthLine(level, text.format(pid=owner.pid, host=owner.host))
 
 
-def _of_list(listed: Ls | None) -> Iterator[Finding]:
+def _of_list(listed: Ls | None) -> Iterator[HealthLine]:
     if listed is None:
         return
     if listed.head is None:
-        yield Finding("bad", "nothing to resume from")
+        yield HealthLine("bad", "nothing to resume from")
     yield from _first(f"{one.folder} is damaged: {one.reason}" for one in listed.damaged)
     yield from _first(
         f"{one.folder}: {_count(len(one.missing), 'file')} missing or cut"
@@ -68,26 +68,26 @@ def _of_list(listed: Ls | None) -> Iterator[Finding]:
         if one.missing
     )
     if listed.unopened:
-        yield Finding(
+        yield HealthLine(
             "warn", f"{_count(len(listed.unopened), 'checkpoint')} not opened by the given keys"
         )
     yield from _of_newest(listed.checkpoints)
 
 
-def _first(texts: Iterable[str]) -> Iterator[Finding]:
+def _first(texts: Iterable[str]) -> Iterator[HealthLine]:
     """Yield the first findings of a kind, and how many more there are."""
     found = [*texts]
-    yield from (Finding("bad", text) for text in found[:_MOST])
+    yield from (HealthLine("bad", text) for text in found[:_MOST])
     if len(found) > _MOST:
-        yield Finding("bad", f"and {len(found) - _MOST} more like this")
+        yield HealthLine("bad", f"and {len(found) - _MOST} more like this")
 
 
-def _of_newest(checkpoints: list[Listed]) -> Iterator[Finding]:
+def _of_newest(checkpoints: list[Listed]) -> Iterator[HealthLine]:
     rejected = [one for one in checkpoints if one.rejected]
     if rejected:
-        yield Finding("warn", f"a resume could not use {rejected[0].folder}")
+        yield HealthLine("warn", f"a resume could not use {rejected[0].folder}")
     if checkpoints and checkpoints[0].unhealthy:
-        yield Finding("warn", f"the newest state is unhealthy: {checkpoints[0].unhealthy[0]}")
+        yield HealthLine("warn", f"the newest state is unhealthy: {checkpoints[0].unhealthy[0]}")
 
 
 def _count(number: int, word: str) -> str:

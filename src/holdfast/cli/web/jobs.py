@@ -30,7 +30,7 @@ _END_S = 10.0
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 
 
-class Stopped(Exception):
+class JobStopped(Exception):
     """A person has stopped the work."""
 
 
@@ -61,7 +61,7 @@ class Job:
             return "waiting"
         if not future.done():
             return self._given_up or "running"
-        if future.cancelled() or isinstance(future.exception(), Stopped):
+        if future.cancelled() or isinstance(future.exception(), JobStopped):
             return "stopped"
         return "done" if future.exception() is None else "failed"
 
@@ -99,7 +99,7 @@ class Job:
     def report(self, what: str, done_nbytes: int, total_nbytes: int) -> None:
         """Take the progress; called by the work itself, which ends here when it is given up."""
         if self.is_stopping:
-            raise Stopped
+            raise JobStopped
         if self._given_up:
             raise _silence()
         self.heard_s = time.monotonic()

@@ -25,7 +25,7 @@ from holdfast.cli.uploads import show_uploads
 from holdfast.cli.web.health import findings, is_wrong
 from holdfast.cli.web.jobs import told
 from holdfast.cli.web.lineage import picture
-from holdfast.cli.web.runs import PATIENCE_S, Run, Seen
+from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
 from holdfast.cli.web.site import WHOLE_S, Site, coming, cut, given, page_number
 
 MAX_POINTS = 4000
@@ -49,7 +49,7 @@ async def roots(request: Request) -> Response:
     return site.page(request, "roots.html", values)
 
 
-async def _card(run: Run) -> dict[str, Any]:
+async def _card(run: PageRun) -> dict[str, Any]:
     looked, listed = await gather(run.look(), run.listed())
     document = listed.answer.document if listed.answer is not None else None
     found = findings(document, looked.answer)
@@ -72,7 +72,7 @@ async def live(request: Request) -> Response:
     return site.rendering.page("parts/live.html", _live(run, seen))
 
 
-def _live(run: Run, seen: Seen) -> dict[str, Any]:
+def _live(run: PageRun, seen: LastAnswer) -> dict[str, Any]:
     return {
         "run": run,
         "version": run.version,
@@ -81,7 +81,7 @@ def _live(run: Run, seen: Seen) -> dict[str, Any]:
     }
 
 
-async def of_run(run: Run, tab: str) -> dict[str, Any]:
+async def of_run(run: PageRun, tab: str) -> dict[str, Any]:
     """Return what each page of a run needs: its name, its tab, and what `watch` sees."""
     return {**_live(run, await run.look()), "tab": tab}
 
@@ -116,7 +116,7 @@ async def newest(request: Request) -> Response:
     return site.rendering.page("parts/newest.html", {**given(seen), "rows": rows, "run": run})
 
 
-async def head_of(run: Run, listed: Ls) -> Listed | None:
+async def head_of(run: PageRun, listed: Ls) -> Listed | None:
     """Find the checkpoint that a resume takes: not the newest one, if that lost something."""
     by_folder = {one.folder: one for one in listed.checkpoints}
     head = by_folder.get(listed.head or "")
@@ -127,7 +127,7 @@ async def head_of(run: Run, listed: Ls) -> Listed | None:
     return by_folder.get(folder or "")
 
 
-async def _plan(run: Run, *, patience_s: float = PATIENCE_S) -> Seen:
+async def _plan(run: PageRun, *, patience_s: float = PATIENCE_S) -> LastAnswer:
     return await run.known(
         "resume-plan", lambda: plan_of(run.root, verify=False), patience_s=patience_s
     )
@@ -191,11 +191,11 @@ async def lineage(request: Request) -> Response:
     return site.page(request, "lineage.html", {**common, **values})
 
 
-def _log(run: Run) -> Any:
+def _log(run: PageRun) -> Any:
     return lambda: log_root(run.root, saves=True)
 
 
-async def _forecast(run: Run, keep: str = "") -> Seen:
+async def _forecast(run: PageRun, keep: str = "") -> LastAnswer:
     return await run.known(
         f"forecast {keep}", lambda: forecast_deletions(run.root, keep=keep or None)
     )
@@ -245,7 +245,7 @@ async def costs(request: Request) -> Response:
     return site.page(request, "costs.html", {**common, **values})
 
 
-def _costly(seen: Seen) -> list[LoggedSave]:
+def _costly(seen: LastAnswer) -> list[LoggedSave]:
     """Return the saves of `log` of which the costs are known, oldest first."""
     log: Log | None = seen.answer.document if seen.answer is not None else None
     lives = [] if log is None else log.lives
@@ -314,7 +314,7 @@ def thinned(points: Sequence[list[float]], most: int) -> list[list[float]]:
     return found
 
 
-def _mark(site: Site, run: Run, listed: Listed) -> dict[str, Any]:
+def _mark(site: Site, run: PageRun, listed: Listed) -> dict[str, Any]:
     return {
         "step": listed.step,
         "href": site.rendering.url("r", run.name, "c", listed.folder),

@@ -19,7 +19,7 @@ from typing import Any
 from holdfast.cli.ls import list_root
 from holdfast.cli.output import PROGRESS, Answer
 from holdfast.cli.target import open_root
-from holdfast.cli.watch import Watched, Watcher
+from holdfast.cli.watch import WatchedRun, Watcher
 from holdfast.threads.workers import Workers
 
 LOCAL_LOOK_S, REMOTE_LOOK_S = 2.0, 10.0
@@ -48,7 +48,7 @@ _MAX_LARGE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class LastAnswer:
     """Last answer of a command about a run, or the error that came instead, and its time."""
 
     answer: Any = None
@@ -71,7 +71,7 @@ class Seen:
         return rest_s if self.error is None else min(rest_s, OLD_S)
 
 
-class Run:
+class PageRun:
     """Root on the page, with the answers of its commands."""
 
     def __init__(self, name: str, root: str, *, num_readers: int = NUM_READERS) -> None:
@@ -84,10 +84,10 @@ class Run:
         self._readers = Workers(num_readers, "holdfast-page")
         self._context = copy_context()
         self._watcher: Watcher | None = None
-        self._watched: Watched | None = None
-        self._kept: OrderedDict[str, Seen] = OrderedDict()
-        self._large: OrderedDict[str, Seen] = OrderedDict()
-        self._tasks: dict[str, tuple[float, asyncio.Task[Seen]]] = {}
+        self._watched: WatchedRun | None = None
+        self._kept: OrderedDict[str, LastAnswer] = OrderedDict()
+        self._large: OrderedDict[str, LastAnswer] = OrderedDict()
+        self._tasks: dict[str, tuple[float, asyncio.Task[LastAnswer]]] = {}
         """What is being read, with the time when that was asked for."""
 
     @property
@@ -95,9 +95,9 @@ class Run:
         """Shortest time between two looks, but for roots that take long to look at."""
         return REMOTE_LOOK_S if "://" in self.root else LOCAL_LOOK_S
 
-    async def look(self, *, patience_s: float = PATIENCE_S) -> Seen:
+    async def look(self, *, patience_s: float = PATIENCE_S) -> LastAnswer:
         """Look at the run now, or return what was seen a moment ago."""
-        last = self._kept.get("watch", Seen(at_s=-1e9))
+        last = self._kept.get("watch", LastAnswer(at_s=-1e9))
         if time.monotonic() - last.at_s < max(self.look_s, last.rest_s):
             return last
         return await self._read("watch", self._look, self._kept, _MAX_KEPT, patience_s)
@@ -109,7 +109,7 @@ class Run:
         *,
         is_large: bool = False,
         patience_s: float = PATIENCE_S,
-    ) -> Seen:
+    ) -> LastAnswer:
         """Return an answer: the newest that is known after `patience_s`, which may be none yet."""
         kept, most = (self._large, _MAX_LARGE) if is_large else (self._kept, _MAX_KEPT)
         last = kept.get(key)
@@ -124,7 +124,7 @@ class Run:
                 return replace(last, retry_s=held_s)
         return await self._read(key, read, kept, most, patience_s)
 
-    async def listed(self, *, patience_s: float = PATIENCE_S) -> Seen:
+    async def listed(self, *, patience_s: float = PATIENCE_S) -> LastAnswer:
         """Return the answer of `ls`."""
         return await self.known("ls", lambda: list_root(self.root), patience_s=patience_s)
 
@@ -143,10 +143,10 @@ class Run:
         self,
         key: str,
         read: Callable[[], Any],
-        kept: OrderedDict[str, Seen],
+        kept: OrderedDict[str, LastAnswer],
         most: int,
         patience_s: float,
-    ) -> Seen:
+    ) -> LastAnswer:
         """Read in a thread, once for all who ask; return the last one if it takes long."""
         if key not in self._tasks:
             reading = asyncio.ensure_future(self._keep(key, read, kept, most))
@@ -157,11 +157,11 @@ class Run:
         if done:
             return task.result()
         retry_s = max(RETRY_S, RETRY_SHARE * (time.monotonic() - began_s))
-        return replace(kept.get(key, Seen()), is_pending=True, retry_s=retry_s)
+        return replace(kept.get(key, LastAnswer()), is_pending=True, retry_s=retry_s)
 
     async def _keep(
-        self, key: str, read: Callable[[], Any], kept: OrderedDict[str, Seen], most: int
-    ) -> Seen:
+        self, key: str, read: Callable[[], Any], kept: OrderedDict[str, LastAnswer], most: int
+    ) -> LastAnswer:
         reading = partial(self.in_context().run, _seen, read, self.version)
         seen = await asyncio.wrap_future(self._readers.submit(reading))
         before = kept.get(key)
@@ -172,7 +172,7 @@ class Run:
             kept.popitem(last=False)
         return seen
 
-    def _look(self) -> Watched:
+    def _look(self) -> WatchedRun:
         """Look at the root, in a thread; one at a time, as `_read` sees to."""
         if self._watcher is None:
             self._watcher = Watcher(open_root(self.root))
@@ -183,7 +183,7 @@ class Run:
         return found
 
 
-def _seen(read: Callable[[], Any], version: int) -> Seen:
+def _seen(read: Callable[[], Any], version: int) -> LastAnswer:
     """Read an answer, in a thread."""
     at_s, answer, error = time.monotonic(), None, None
     try:
@@ -191,10 +191,10 @@ def _seen(read: Callable[[], Any], version: int) -> Seen:
     except Exception as raised:  # noqa: BLE001 - its page shows it, and other runs go on
         error = raised
     took_s = time.monotonic() - at_s
-    return Seen(answer=answer, error=error, version=version, at_s=at_s, took_s=took_s)
+    return LastAnswer(answer=answer, error=error, version=version, at_s=at_s, took_s=took_s)
 
 
-def _changed(one: Watched, other: Watched) -> bool:
+def _changed(one: WatchedRun, other: WatchedRun) -> bool:
     """Whether checkpoints, their uploads or the owner differ; bytes of a save under way do not."""
     return any(
         getattr(one, name) != getattr(other, name)
@@ -206,11 +206,11 @@ def _no_progress(what: str, done_nbytes: int, total_nbytes: int) -> None:
     """Do nothing: the page shows the progress of background work only."""
 
 
-def named(roots: Sequence[str]) -> Mapping[str, Run]:
+def named(roots: Sequence[str]) -> Mapping[str, PageRun]:
     """Make the runs of some roots, by the names of their pages."""
     names = names_of(roots)
     num_readers = max(1, min(NUM_READERS, MAX_READERS // max(len(names), 1)))
-    return {name: Run(name, root, num_readers=num_readers) for name, root in names.items()}
+    return {name: PageRun(name, root, num_readers=num_readers) for name, root in names.items()}
 
 
 def names_of(roots: Sequence[str]) -> dict[str, str]:

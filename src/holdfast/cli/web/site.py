@@ -15,7 +15,7 @@ from holdfast.cli.answers.checkpoints import Listed, Ls
 from holdfast.cli.output import Answer
 from holdfast.cli.web.jobs import Job, Jobs, told
 from holdfast.cli.web.rendering import Rendering
-from holdfast.cli.web.runs import Run, Seen
+from holdfast.cli.web.runs import LastAnswer, PageRun
 
 WHOLE_S = 30.0
 """How long a page waits for what it cannot do without, such as the list that names are looked up
@@ -28,18 +28,18 @@ PAGE_ROWS = 100
 class Site:
     """Runs, background work and templates."""
 
-    runs: Mapping[str, Run]
+    runs: Mapping[str, PageRun]
     jobs: Jobs
     rendering: Rendering
 
-    def run(self, request: Request) -> Run:
+    def run(self, request: Request) -> PageRun:
         """Look up the run that a URL names."""
         run = self.runs.get(request.path_params["run"])
         if run is None:
             raise HTTPException(404, "There is no such run.")
         return run
 
-    async def listed(self, run: Run) -> Ls:
+    async def listed(self, run: PageRun) -> Ls:
         """Return the list of a run's checkpoints, waiting for it."""
         seen = await run.listed(patience_s=WHOLE_S)
         if seen.answer is None:
@@ -47,7 +47,7 @@ class Site:
         found: Ls = seen.answer.document
         return found
 
-    async def checkpoint(self, request: Request, run: Run) -> Listed:
+    async def checkpoint(self, request: Request, run: PageRun) -> Listed:
         """Look up the checkpoint that a URL names, in what was listed."""
         return named(await self.listed(run), request.path_params["folder"])
 
@@ -67,7 +67,7 @@ class Site:
         name = f"parts/{template}" if is_part else template
         return self.rendering.page(name, {**common, **values}, status=status)
 
-    def begin(self, run: Run, work: Callable[[], Answer], *, kind: str, title: str) -> Response:
+    def begin(self, run: PageRun, work: Callable[[], Answer], *, kind: str, title: str) -> Response:
         """Begin work in the background, and go to its page."""
         context: Context = run.in_context()
         job: Job = self.jobs.start(
@@ -89,7 +89,7 @@ def named(listed: Ls, folder: str) -> Listed:
     return found
 
 
-def given(seen: Seen, *others: Seen) -> dict[str, Any]:
+def given(seen: LastAnswer, *others: LastAnswer) -> dict[str, Any]:
     """Return what templates need of an answer: its struct, its error, and whether more comes.
 
     More may come of the `others`, too.
@@ -101,7 +101,7 @@ def given(seen: Seen, *others: Seen) -> dict[str, Any]:
     }
 
 
-def coming(*seen: Seen) -> dict[str, Any]:
+def coming(*seen: LastAnswer) -> dict[str, Any]:
     """Return whether answers are being read again, and in how many milliseconds to ask again."""
     retries_s = [one.retry_s for one in seen if one.retry_s is not None]
     return {

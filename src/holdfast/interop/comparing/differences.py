@@ -28,8 +28,8 @@ from holdfast.interop.comparing.trees import (
     ValueDifference,
     differences,
 )
-from holdfast.interop.reading import Piece, pieces, read_whole
-from holdfast.interop.source import BlockDigests, Part, Source, lost_tensors
+from holdfast.interop.reading import TensorPiece, pieces, read_whole
+from holdfast.interop.source import BlockDigests, Source, SourceComponent, lost_tensors
 from holdfast.state.patterns import Entries
 
 _Key = tuple[str, str]
@@ -132,7 +132,9 @@ class _Ignored:
     def _sees(self, path: str) -> bool:
         return bool(self._entries) and self._entries.cover(_with_dots(path.removesuffix(":")))
 
-    def expect_used(self, components: Sequence[tuple[str, Part | None, Part | None]]) -> None:
+    def expect_used(
+        self, components: Sequence[tuple[str, SourceComponent | None, SourceComponent | None]]
+    ) -> None:
         """Raise `UsageError` if a pattern names nothing in these components."""
         if self._entries.unmatched(()):
             # What another pattern leaves out was not walked: a name may be in there.
@@ -174,8 +176,8 @@ class _Gathered:
         self,
         name: str,
         names: tuple[str, str],
-        part_a: Part | None,
-        part_b: Part | None,
+        part_a: SourceComponent | None,
+        part_b: SourceComponent | None,
         ignored: _Ignored,
     ) -> None:
         """Compare the trees of a component, which one of the sources may lack."""
@@ -195,7 +197,11 @@ class _Gathered:
                 self._add_pair(found, names, part_a, part_b)
 
     def _add_pair(
-        self, pair: Pair, names: tuple[str, str], part_a: Part | None, part_b: Part | None
+        self,
+        pair: Pair,
+        names: tuple[str, str],
+        part_a: SourceComponent | None,
+        part_b: SourceComponent | None,
     ) -> None:
         if pair.a and pair.b:
             keys = ((names[0], pair.a), (names[1], pair.b))
@@ -210,7 +216,7 @@ class _Gathered:
 
 def _components(
     a: Source, b: Source, wanted: Collection[str]
-) -> Iterator[tuple[str, Part | None, Part | None]]:
+) -> Iterator[tuple[str, SourceComponent | None, SourceComponent | None]]:
     names = [*dict.fromkeys([*a.parts, *b.parts])]
     if missing := [name for name in wanted if name not in names]:
         raise UsageError(
@@ -231,7 +237,9 @@ def _names(a: Source, b: Source, name: str) -> tuple[str, str]:
     return name, name
 
 
-def _alone(pair: Pair, part_a: Part | None, part_b: Part | None) -> TensorDifference:
+def _alone(
+    pair: Pair, part_a: SourceComponent | None, part_b: SourceComponent | None
+) -> TensorDifference:
     if pair.a:
         assert part_a is not None
         text = described(part_a.specs[pair.a])
@@ -377,7 +385,7 @@ def _tally(streams: tuple[_Stream, _Stream], a: TensorSpec, b: TensorSpec) -> Pa
 class _Stream:
     """Stream of the pieces of one source, from which any number of bytes is taken."""
 
-    def __init__(self, found: Generator[Piece, None, None]) -> None:
+    def __init__(self, found: Generator[TensorPiece, None, None]) -> None:
         self._pieces = found
         self._rest: memoryview | None = None
 

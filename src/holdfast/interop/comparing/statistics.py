@@ -8,7 +8,7 @@ from functools import partial
 
 import msgspec
 
-from holdfast.interop.comparing.tallies import Tally, tallies
+from holdfast.interop.comparing.tallies import TensorTally, tallies
 from holdfast.interop.reading import in_batches
 from holdfast.interop.source import Source
 
@@ -62,7 +62,7 @@ def stats_of(
     for component in {component for component, _ in chosen}:
         for path, ref in source.parts[component].leaves.items():
             paths.setdefault((component, ref.key), []).append(f"{component}:{path}")
-    whole: Tally | None = None
+    whole: TensorTally | None = None
     batches = in_batches(source, chosen, partial(tallies, source), num_at_once=num_threads)
     for batch in batches:
         for component, key, tally in batch:
@@ -73,7 +73,7 @@ def stats_of(
                 whole = None
 
 
-def figures_of(tally: Tally, tensor: str, also: Iterable[str]) -> TensorStats:
+def figures_of(tally: TensorTally, tensor: str, also: Iterable[str]) -> TensorStats:
     """Return the statistics of a tensor that was added whole, under its paths."""
     spec, has_finite = tally.spec, tally.count > 0
     return TensorStats(

@@ -26,7 +26,7 @@ from holdfast.interop.comparing.numbers import (
     sum_of_squares,
 )
 from holdfast.interop.comparing.rows import Rows
-from holdfast.interop.reading import Piece
+from holdfast.interop.reading import TensorPiece
 from holdfast.interop.source import Source
 
 _NUM_TOGETHER = 1 << 15
@@ -40,7 +40,7 @@ _NUM_WIDE = 1 << 16
 _FLOAT4 = "F4_X2"
 
 
-class Tally:
+class TensorTally:
     """Figures of a run of a tensor's numbers. Those of the finite ones where nothing else is said.
 
     Several tallies of one tensor may be made at the same time, by several threads, and merged.
@@ -77,7 +77,7 @@ class Tally:
         for numbers in chunks(memory, dtype):
             self._add(numbers)
 
-    def merged(self, later: Tally) -> Tally:
+    def merged(self, later: TensorTally) -> TensorTally:
         """Add the run that follows this one; return this tally, which begins with the tensor."""
         self.stop = later.stop
         self.rows.extend(later.rows)
@@ -252,9 +252,9 @@ def _fields(numbers: Any) -> Any:
     return fields
 
 
-def tallies(source: Source, batch: Sequence[Piece]) -> list[tuple[str, str, Tally]]:
+def tallies(source: Source, batch: Sequence[TensorPiece]) -> list[tuple[str, str, TensorTally]]:
     """Return component, key and figures of each piece."""
-    found: list[tuple[str, str, Tally]] = []
+    found: list[tuple[str, str, TensorTally]] = []
     for dtype, group in groupby(_with_specs(source, batch), lambda one: _dtype_if_small(*one)):
         pieces = [*group]
         if dtype is not None and len(pieces) > 1:
@@ -268,30 +268,30 @@ def tallies(source: Source, batch: Sequence[Piece]) -> list[tuple[str, str, Tall
     return found
 
 
-_Piece = tuple[Piece, TensorSpec]
+_Piece = tuple[TensorPiece, TensorSpec]
 
 
-def _with_specs(source: Source, batch: Sequence[Piece]) -> Iterator[_Piece]:
+def _with_specs(source: Source, batch: Sequence[TensorPiece]) -> Iterator[_Piece]:
     for piece in batch:
         yield piece, source.parts[piece.component].specs[piece.key]
 
 
-def _dtype_if_small(piece: Piece, spec: TensorSpec) -> str | None:
+def _dtype_if_small(piece: TensorPiece, spec: TensorSpec) -> str | None:
     """Return the dtype of a small tensor, else None."""
     nbytes = piece.memory.nbytes
     is_small = 0 < nbytes <= _SMALL_NBYTES and nbytes == spec.nbytes
     return spec.dtype if is_small else None
 
 
-def _one(piece: Piece, spec: TensorSpec) -> Tally:
-    tally = Tally(spec, piece.start)
+def _one(piece: TensorPiece, spec: TensorSpec) -> TensorTally:
+    tally = TensorTally(spec, piece.start)
     tally.add(piece.memory)
     return tally
 
 
-def _together(pieces: Sequence[_Piece], dtype: str) -> list[Tally]:
+def _together(pieces: Sequence[_Piece], dtype: str) -> list[TensorTally]:
     """Return the figures of small tensors of one dtype, computed together."""
-    found: list[Tally] = []
+    found: list[TensorTally] = []
     group: list[_Piece] = []
     num = 0
     for piece, spec in pieces:
@@ -304,7 +304,7 @@ def _together(pieces: Sequence[_Piece], dtype: str) -> list[Tally]:
     return found + _group(group, dtype)
 
 
-def _group(pieces: Sequence[_Piece], dtype: str) -> list[Tally]:
+def _group(pieces: Sequence[_Piece], dtype: str) -> list[TensorTally]:
     raws = [np.frombuffer(piece.memory, np.uint8) for piece, _ in pieces]
     numbers = floats(np.concatenate(raws), dtype)
     nbytes = np.array([len(raw) for raw in raws])
@@ -336,7 +336,7 @@ def _group(pieces: Sequence[_Piece], dtype: str) -> list[Tally]:
         *(column.tolist() for column in columns),
         strict=True,
     ):
-        tally = Tally(spec)
+        tally = TensorTally(spec)
         if plain and not (num_zeros and tally.rows.are_counted):
             tally.stop, tally.count, tally.zeros = spec.nbytes, num, num_zeros
             tally.sum, tally.squares, tally.min, tally.max = figures

@@ -26,7 +26,7 @@ from holdfast.state.leaves import DTYPE_NAMES, plain_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class WrittenBox:
     """A box of a tensor that one rank writes."""
 
     component: str
@@ -41,7 +41,7 @@ class Part:
 class PlacedPart:
     """A part and where it was written."""
 
-    part: Part
+    part: WrittenBox
     file: int
     """Number of the component's tensor file."""
     start: int
@@ -52,7 +52,7 @@ class Task:
     """Boxes and values that one rank writes, and the numbers of its files."""
 
     write_items: Sequence[WriteItem]
-    parts: Mapping[MetadataIndex, Part]
+    parts: Mapping[MetadataIndex, WrittenBox]
     """The boxes of the rank; those without elements are written by nobody."""
     values: Mapping[str, Item]
     """Its items that are no tensors."""
@@ -74,7 +74,7 @@ class Note:
         return None if None in self.tasks else getattr(planner, "_cached_plans_key", None)
 
 
-class Layout:
+class DcpLayout:
     """Items, boxes and numbers of files of one save."""
 
     def __init__(self, plans: Sequence[SavePlan]) -> None:
@@ -124,8 +124,8 @@ class Layout:
             first=self.first[rank],
         )
 
-    def _parts(self, plan: SavePlan) -> dict[MetadataIndex, Part]:
-        parts: dict[MetadataIndex, Part] = {}
+    def _parts(self, plan: SavePlan) -> dict[MetadataIndex, WrittenBox]:
+        parts: dict[MetadataIndex, WrittenBox] = {}
         for write_item in plan.items:
             data = write_item.tensor_data
             if write_item.type == WriteItemType.BYTE_IO or data is None:
@@ -148,17 +148,17 @@ class Layout:
         self._whole.add(name)
         return (0,) * len(data.size), tuple(data.size)
 
-    def _part(self, item: Item, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Part:
+    def _part(self, item: Item, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> WrittenBox:
         spec = self._specs[item.name]
         key = spec.key if sizes == spec.shape else key_of_box(spec.key, offsets, sizes)
-        return Part(
+        return WrittenBox(
             component=item.component,
             tensor=spec,
             offsets=offsets,
             stored=TensorSpec(key, spec.dtype, sizes),
         )
 
-    def _numbers(self, parts: Mapping[MetadataIndex, Part]) -> dict[str, int]:
+    def _numbers(self, parts: Mapping[MetadataIndex, WrittenBox]) -> dict[str, int]:
         first: dict[str, int] = {}
         for component, specs in specs_by_component(parts.values()).items():
             first[component] = self.counts[component]
@@ -166,7 +166,7 @@ class Layout:
         return first
 
 
-def specs_by_component(parts: Iterable[Part]) -> dict[str, list[TensorSpec]]:
+def specs_by_component(parts: Iterable[WrittenBox]) -> dict[str, list[TensorSpec]]:
     """List the stored boxes of parts by component."""
     found: dict[str, list[TensorSpec]] = {}
     for part in parts:

@@ -26,10 +26,10 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.interop.dcp.items import Item, kind_of, paths_of, tree_of
 from holdfast.interop.dcp.objects import Value, pickle_of, specs_of, value_of
 from holdfast.interop.dcp.plans import (
-    Layout,
+    DcpLayout,
     Note,
-    Part,
     PlacedPart,
+    WrittenBox,
     specs_by_component,
     tables_of,
     whole_plans,
@@ -43,7 +43,7 @@ from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import SaveAttempt, begin, commit
 from holdfast.saving.environment import environment
 from holdfast.saving.numerics import numerics
-from holdfast.saving.participants import Gathered, JointSave, OwnFile
+from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
 from holdfast.saving.save import AttemptFiles, SaveRequest, manifest_of, write_index
 from holdfast.staging.interfaces import Staged
 from holdfast.staging.waves import WaveTransfer
@@ -67,7 +67,7 @@ class _Save:
     """The save under way, as its coordinator knows it."""
 
     attempt: SaveAttempt
-    layouts: Mapping[str | None, Layout]
+    layouts: Mapping[str | None, DcpLayout]
     """By the cache of the planner; see `whole_plans`."""
     step: int
     claim: Claim
@@ -175,7 +175,7 @@ class HoldfastWriter(StorageWriter):
         root = self._root
         root.clean()
         whole = whole_plans(plans)
-        layouts = {cache: Layout(of_cache) for cache, of_cache in whole.items()}
+        layouts = {cache: DcpLayout(of_cache) for cache, of_cache in whole.items()}
         if self._loaded is not None:
             root.loaded, self._loaded = self._loaded, None
         claim, sequence = root.claim(
@@ -308,7 +308,7 @@ class HoldfastWriter(StorageWriter):
                 transfer=WaveTransfer({}, root.pool),
             ),
             root.tools(self._timeout_s),
-            JointSave(),
+            SaveParticipant(),
         )
         placed_parts = [part for share in shares for part in share.parts]
         files.join(
@@ -342,7 +342,7 @@ class HoldfastWriter(StorageWriter):
         for name, of_component in files.staged.files.items():
             counts[name] += len(of_component)
         parts = [
-            Part(component=name, tensor=spec, offsets=(0,) * len(spec.shape), stored=spec)
+            WrittenBox(component=name, tensor=spec, offsets=(0,) * len(spec.shape), stored=spec)
             for name, some in specs.items()
             for spec in some
         ]
@@ -419,7 +419,7 @@ def _resolved(planner: SavePlanner, write_item: WriteItem, spec: TensorSpec) -> 
     return tensor
 
 
-def _share(files: AttemptFiles, parts: Iterable[Part], values: Sequence[Value]) -> _Share:
+def _share(files: AttemptFiles, parts: Iterable[WrittenBox], values: Sequence[Value]) -> _Share:
     places = places_of(files)
     return _Share(
         files=files.own,
@@ -432,7 +432,7 @@ def _share(files: AttemptFiles, parts: Iterable[Part], values: Sequence[Value]) 
     )
 
 
-def _expect_all(layout: Layout, metadata: Metadata) -> None:
+def _expect_all(layout: DcpLayout, metadata: Metadata) -> None:
     """Raise `UsageError` if other items were planned than those that the planner knows."""
     odd = sorted(layout.items.keys() ^ metadata.state_dict_metadata.keys())
     if odd:
@@ -443,7 +443,7 @@ def _expect_all(layout: Layout, metadata: Metadata) -> None:
     paths_of(layout.items, metadata.planner_data)
 
 
-def _trees(layout: Layout, values: Iterable[Value], *, is_flat: bool) -> dict[str, bytes]:
+def _trees(layout: DcpLayout, values: Iterable[Value], *, is_flat: bool) -> dict[str, bytes]:
     """Encode the tree of each component."""
     by_name = {value.item.name: value for value in values}
     trees = {}

@@ -12,7 +12,7 @@ from holdfast.format.layout import number_of_file
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.results import Phase
 from holdfast.root.commit import SaveAttempt
-from holdfast.saving.participants import JointSave
+from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.save import AttemptFiles, Tools
 from holdfast.staging.interfaces import Staged
 from holdfast.staging.layout import KnownFile
@@ -50,7 +50,7 @@ def write_tensors(
             pool,
         ),
     )
-    files = AttemptFiles(attempt, staged, tools, JointSave())
+    files = AttemptFiles(attempt, staged, tools, SaveParticipant())
     files.write(files.tensors(), Phase())
     return files
 

@@ -19,15 +19,15 @@ from holdfast.interop.exporting.files import (
 from holdfast.interop.exporting.huggingface import FILES, plan_model
 from holdfast.interop.exporting.weights import (
     SINGLE,
-    Cast,
     Dtype,
-    Weights,
+    DtypeCast,
+    ExportedTensors,
     model_of,
     plan_safetensors,
     weights_of,
 )
 from holdfast.interop.opening import open_source
-from holdfast.interop.renaming import Rules
+from holdfast.interop.renaming import RenameRules
 from holdfast.interop.source import LeftOut, Source, expect_no_loss
 
 Form: TypeAlias = Literal["hf", "safetensors", "pt"]
@@ -45,7 +45,7 @@ class ExportOptions:
     to: Form
     components: Sequence[str] = ()
     """Components to write; empty: all that the format can hold."""
-    rename: Rules
+    rename: RenameRules
     """Rules for the names in the model."""
     configs: Sequence[Path] = ()
     """Files, or folders of them, that are copied beside the weights."""
@@ -81,7 +81,7 @@ class Export:
         self._source = source
         self._options = options
         self._progress = progress
-        self._cast = Cast()
+        self._cast = DtypeCast()
         self._num_done = 0
         self.names: Collection[str] = ()
         """Names of the weights in a file of `safetensors`; empty for the other forms."""
@@ -143,7 +143,7 @@ class Export:
         self._leave({component, FILES}, "a folder of a model holds its weights alone")
         return files
 
-    def _plain(self, weights: Weights) -> list[PlannedFile]:
+    def _plain(self, weights: ExportedTensors) -> list[PlannedFile]:
         self._leave({weights.component}, "the file holds the weights of one component")
         shard_nbytes = self._options.shard_nbytes
         plan = self.plan
@@ -230,7 +230,7 @@ def export_checkpoint(
     options = ExportOptions(
         to=to,
         components=[*components],
-        rename=Rules((rename or {}).items()),
+        rename=RenameRules((rename or {}).items()),
         configs=[] if config is None else [Path(config)],
         dtype=dtype,
         shard_nbytes=shard_nbytes,

@@ -13,15 +13,15 @@ from holdfast.format.nodes import ArrayRef
 from holdfast.interop.exporting.files import ExportPlan, PlannedFile
 from holdfast.interop.exporting.weights import (
     SINGLE,
-    Cast,
     Dtype,
+    DtypeCast,
+    ExportedTensors,
     Report,
-    Weights,
     bytes_file,
     plan_safetensors,
 )
 from holdfast.interop.reading import pieces
-from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.source import LeftOut, Source, SourceComponent
 
 FILES = "files"
 """Component of small files that lay beside weights: name → bytes."""
@@ -36,13 +36,13 @@ _NAMES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 def plan_model(
     source: Source,
-    weights: Weights,
+    weights: ExportedTensors,
     plan: ExportPlan,
     *,
     configs: Sequence[Path],
     dtype: Dtype | None,
     shard_nbytes: int,
-    cast: Cast,
+    cast: DtypeCast,
     report: Report,
 ) -> list[PlannedFile]:
     """Plan the folder of a model, which `from_pretrained` reads: weights, config and tokenizer."""
@@ -100,7 +100,7 @@ def _is_plain(name: Any) -> bool:
     )
 
 
-def _carried(source: Source, part: Part, name: str, key: str) -> PlannedFile:
+def _carried(source: Source, part: SourceComponent, name: str, key: str) -> PlannedFile:
     def write(file: BinaryIO) -> None:
         for piece in pieces(source, [(FILES, key)]):
             file.write(piece.memory)

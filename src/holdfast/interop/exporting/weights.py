@@ -15,7 +15,7 @@ from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.exporting.files import PlannedFile
 from holdfast.interop.exporting.output import past_cache
 from holdfast.interop.reading import pieces
-from holdfast.interop.renaming import Rules
+from holdfast.interop.renaming import RenameRules
 from holdfast.interop.source import LeftOut, Source
 
 Dtype: TypeAlias = Literal["f32", "f16", "bf16"]
@@ -47,7 +47,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class ExportedTensors:
     """The tensors of a component in the order of its tree, each once."""
 
     component: str
@@ -80,10 +80,10 @@ def weights_of(
     source: Source,
     component: str,
     *,
-    rename: Rules,
+    rename: RenameRules,
     dtype: Dtype | None,
     left_out: list[LeftOut],
-) -> Weights:
+) -> ExportedTensors:
     """List the tensors of a component under their new names; other values are left out."""
     part = source.part(component)
     leaves = part.leaves
@@ -103,7 +103,7 @@ def weights_of(
         for key, name in first.items()
     ]
     left_out += _values(part.tree, component)
-    return Weights(component=component, tensors=tensors, aliases=aliases)
+    return ExportedTensors(component=component, tensors=tensors, aliases=aliases)
 
 
 def _values(tree: Any, path: str) -> Iterator[LeftOut]:
@@ -126,7 +126,7 @@ def _cast(dtype: str, to: Dtype | None) -> str:
     return to.upper() if to is not None and dtype in _CAST_FROM else dtype
 
 
-class Cast:
+class DtypeCast:
     """Casts pieces of tensors; counts the values that became infinite."""
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ def write_tensors(
     component: str,
     tensors: Sequence[Weight],
     write: Callable[[memoryview], object],
-    cast: Cast,
+    cast: DtypeCast,
     report: Report,
 ) -> None:
     """Write the bytes of tensors, one after the other, in their order."""
@@ -166,11 +166,11 @@ def write_tensors(
 
 def plan_safetensors(
     source: Source,
-    weights: Weights,
+    weights: ExportedTensors,
     *,
     shard_nbytes: int | None,
     single: str,
-    cast: Cast,
+    cast: DtypeCast,
     report: Report,
 ) -> list[PlannedFile]:
     """Plan one safetensors file called `single`, or shards with an index if one is too small."""
@@ -214,10 +214,10 @@ def _shards(tensors: Sequence[Weight], nbytes: int | None) -> Iterator[list[Weig
 
 def _file(
     source: Source,
-    weights: Weights,
+    weights: ExportedTensors,
     name: str,
     group: Sequence[Weight],
-    cast: Cast,
+    cast: DtypeCast,
     report: Report,
 ) -> PlannedFile:
     ordered = sorted(group, key=lambda one: -ITEM_NBYTES[one.dtype])

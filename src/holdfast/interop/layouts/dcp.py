@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.errors import FormatError
 from holdfast.format import strictjson
-from holdfast.interop.layouts.files import Layout
+from holdfast.interop.layouts.files import ComponentLayout
 from holdfast.interop.pickles.values import TensorView
 from holdfast.interop.source import LeftOut
 
@@ -28,7 +28,7 @@ _SHARDED_OBJECT = re.compile(r"(.+)/shard_([0-9.]+)_([0-9.]+)")
 _OPTIMIZER = re.compile(r"((?:chained_[0-9]+\.)?)optimizer\.(.+)")
 
 
-def dcp_layout(state: Mapping[str | int, Any]) -> Layout:
+def dcp_layout(state: Mapping[str | int, Any]) -> ComponentLayout:
     """Find the components of a state that DCP has saved.
 
     A tensor that no key leads to is the model's, as in torchtitan.
@@ -52,10 +52,10 @@ def dcp_layout(state: Mapping[str | int, Any]) -> Layout:
     if rest:
         components["state"] = rest
     step = _step(rest, components.get("trainer"))
-    return Layout(format="dcp", components=components, paths=paths, step=step)
+    return ComponentLayout(format="dcp", components=components, paths=paths, step=step)
 
 
-def olmo_layout(folder: Path, state: Mapping[str | int, Any], trainer: Any) -> Layout:
+def olmo_layout(folder: Path, state: Mapping[str | int, Any], trainer: Any) -> ComponentLayout:
     """Find the components of a folder of OLMo-core; `trainer` is what rank 0 has saved."""
     found = dcp_layout(state)
     rest = dict(trainer) if isinstance(trainer, dict) else {}
@@ -75,12 +75,12 @@ def olmo_layout(folder: Path, state: Mapping[str | int, Any], trainer: Any) -> L
         if name != "rank0.pt"
     ]
     step = _step(rest, None)
-    return Layout(
+    return ComponentLayout(
         format="olmo-core", components=components, paths=paths, step=step, left_out=left_out
     )
 
 
-def megatron_layout(items: Mapping[str, Any], common: Any) -> Layout:
+def megatron_layout(items: Mapping[str, Any], common: Any) -> ComponentLayout:
     """Find the components of a `torch_dist` folder of Megatron Core.
 
     Its items have names alone: those of the optimizer begin with `optimizer.`, and others are the
@@ -109,7 +109,7 @@ def megatron_layout(items: Mapping[str, Any], common: Any) -> Layout:
     if "opt_param_scheduler" in rest:
         components["scheduler"] = rest.pop("opt_param_scheduler")
     components = {"model": model, "optimizer": optimizer, **components, "state": rest}
-    return Layout(
+    return ComponentLayout(
         format="megatron",
         components={name: one for name, one in components.items() if one},
         step=_step(rest, None),

@@ -12,7 +12,7 @@ from holdfast.interop.source import LeftOut
 
 
 @dataclass(slots=True, kw_only=True)
-class Layout:
+class ComponentLayout:
     """The components of a file, as descriptions by name."""
 
     format: str = "torch"
@@ -28,7 +28,7 @@ class Layout:
     """Whether all of it may be left out, as it is one of several files."""
 
 
-def file_layout(root: Any) -> Layout:
+def file_layout(root: Any) -> ComponentLayout:
     """Find the components of a file by what it holds."""
     if isinstance(root, Unknown):
         raise FormatError(
@@ -36,18 +36,20 @@ def file_layout(root: Any) -> Layout:
             "save its state_dict() instead"
         )
     if not isinstance(root, dict):
-        return Layout(components={"model" if isinstance(root, TensorView) else "state": root})
+        return ComponentLayout(
+            components={"model" if isinstance(root, TensorView) else "state": root}
+        )
     if "state_dict" in root and "pytorch-lightning_version" in root:
         return _lightning(root)
     state = root.get("state")
     if isinstance(state, dict) and "timestamp" in state and "rng" in root:
         return _composer(root, state)
-    return _by_names(root) or Layout(components={_name_of(root): root})
+    return _by_names(root) or ComponentLayout(components={_name_of(root): root})
 
 
-def whole(component: str) -> Callable[[Any], Layout]:
+def whole(component: str) -> Callable[[Any], ComponentLayout]:
     """Return the layout of a file that is one component, in a folder of several files."""
-    return lambda root: Layout(components={component: root}, may_be_empty=True)
+    return lambda root: ComponentLayout(components={component: root}, may_be_empty=True)
 
 
 def numbered(component: str, number: int) -> str:
@@ -109,7 +111,7 @@ _LIGHTNING_OWN = (
 )
 
 
-def _lightning(root: dict[Any, Any]) -> Layout:
+def _lightning(root: dict[Any, Any]) -> ComponentLayout:
     parts = _Parts()
     parts.add("model", root["state_dict"], "state_dict")
     for name, component in (("optimizer_states", "optimizer"), ("lr_schedulers", "scheduler")):
@@ -119,10 +121,12 @@ def _lightning(root: dict[Any, Any]) -> Layout:
     known = (*_LIGHTNING_PLAIN, *_LIGHTNING_OWN)
     parts.add_rest("state", {name: value for name, value in root.items() if name not in known})
     step = _natural(root.get("global_step"))
-    return Layout(format="lightning", components=parts.components, step=step, paths=parts.paths)
+    return ComponentLayout(
+        format="lightning", components=parts.components, step=step, paths=parts.paths
+    )
 
 
-def _composer(root: dict[Any, Any], state: dict[Any, Any]) -> Layout:
+def _composer(root: dict[Any, Any], state: dict[Any, Any]) -> ComponentLayout:
     parts = _Parts()
     rest = dict(state)
     if "model" in rest:
@@ -140,7 +144,9 @@ def _composer(root: dict[Any, Any], state: dict[Any, Any]) -> Layout:
     if isinstance(timestamp, dict) and isinstance(timestamp.get("Timestamp"), dict):
         timestamp = timestamp["Timestamp"]
     step = _natural(timestamp.get("batch")) if isinstance(timestamp, dict) else None
-    return Layout(format="composer", components=parts.components, step=step, paths=parts.paths)
+    return ComponentLayout(
+        format="composer", components=parts.components, step=step, paths=parts.paths
+    )
 
 
 _NAMES: Mapping[str, str] = {
@@ -157,7 +163,7 @@ _NAMES: Mapping[str, str] = {
 _STEPS = ("global_step", "step", "iteration", "iter", "num_updates")
 
 
-def _by_names(root: dict[Any, Any]) -> Layout | None:
+def _by_names(root: dict[Any, Any]) -> ComponentLayout | None:
     """Find components by the names that people use; None without any that is a dict or a list.
 
     Ignite's files are of this kind: objects by the names that a user gave, and the engine's state.
@@ -180,7 +186,7 @@ def _by_names(root: dict[Any, Any]) -> Layout | None:
     parts.add_rest("state", {name: value for name, value in root.items() if name not in found})
     engine = parts.components.get("trainer")
     is_ignite = isinstance(engine, dict) and {"epoch_length", "iteration"} <= engine.keys()
-    return Layout(
+    return ComponentLayout(
         format="ignite" if is_ignite else "torch",
         components=parts.components,
         step=_step(engine if is_ignite else root),

@@ -23,9 +23,16 @@ from holdfast.interop.pickles.budget import (
     MAX_NAME,
     MAX_OTHER_KEYS,
     SPAN_NBYTES,
-    Budget,
+    PickleBudget,
 )
-from holdfast.interop.pickles.values import ByteArray, Global, OrderedItems, Record, Span, Unknown
+from holdfast.interop.pickles.values import (
+    ByteArray,
+    Global,
+    OrderedItems,
+    PickledObject,
+    Span,
+    Unknown,
+)
 
 Constructor: TypeAlias = Callable[["Machine", tuple[Any, ...]], Any]
 """Makes a description from the arguments of a call. Raises ValueError for wrong arguments."""
@@ -43,8 +50,8 @@ class Machine:
     """Reads pickles from a file, one at each `load`.
 
     `constructors` are by name; `constants` are descriptions of names that are values, such as
-    dtypes. `setters` are by class of description. Calls of a name in `records` become `Record`.
-    `persistent` gives the description of a persistent id.
+    dtypes. `setters` are by class of description. Calls of a name in `records` become
+    `PickledObject`. `persistent` gives the description of a persistent id.
     """
 
     def __init__(
@@ -52,7 +59,7 @@ class Machine:
         file: io.BufferedIOBase,
         *,
         what: str,
-        budget: Budget,
+        budget: PickleBudget,
         constructors: Mapping[str, Constructor],
         constants: Mapping[str, Any],
         setters: Mapping[type, Setter],
@@ -160,7 +167,7 @@ class Machine:
                     return construct(self, args)
                 except _MALFORMED as err:
                     raise FormatError(f"{callee.name}: wrong arguments: {str(err)[:200]}") from err
-            kind = Record if callee.name in self._records else Unknown
+            kind = PickledObject if callee.name in self._records else Unknown
             return kind(callee.name, args)
         if isinstance(callee, Unknown):
             return Unknown(callee.name, args)
@@ -435,7 +442,7 @@ class Machine:
         self.charge(cost * len(keys))
         for key in keys:
             kind = type(key)
-            if kind is str or kind is Record or (kind is int and -_SMALL < key < _SMALL):
+            if kind is str or kind is PickledObject or (kind is int and -_SMALL < key < _SMALL):
                 continue  # a record is hashed by what it is, not by what it holds
             self._num_other_keys += 1
             if self._num_other_keys > MAX_OTHER_KEYS:

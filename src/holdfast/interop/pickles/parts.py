@@ -43,7 +43,7 @@ from holdfast.interop.pickles.values import (
     TensorView,
     Unknown,
 )
-from holdfast.interop.source import LeftOut, Part
+from holdfast.interop.source import LeftOut, SourceComponent
 
 MAX_VALUES = 4_000_000
 """Values of a component, shared ones counted as often as they are named; a tensor counts eight."""
@@ -60,7 +60,7 @@ MAX_TEXT = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorLocation:
     """Where the bytes of a tensor are: `strides` and `offset` are in elements of its data."""
 
     data: Span | bytes
@@ -80,8 +80,8 @@ class NothingKept(FormatError):
 class Converted:
     """A component that was made of a description."""
 
-    part: Part
-    places: dict[str, Place]
+    part: SourceComponent
+    places: dict[str, TensorLocation]
     left_out: list[LeftOut]
 
 
@@ -114,7 +114,7 @@ def convert(
         builder.left_out.append(LeftOut(where or component, f"{builder.num_more_out:,} more"))
     order = sorted(builder.specs, key=builder.position)
     specs = {key: builder.specs[key] for key in order}
-    part = Part(kind=found, tree=tree, specs=specs)
+    part = SourceComponent(kind=found, tree=tree, specs=specs)
     return Converted(part, builder.places, builder.left_out)
 
 
@@ -143,7 +143,7 @@ class _Builder:
         self._where = where
         self._max_values, self._max_paths_nbytes = bound(MAX_VALUES), bound(MAX_PATHS_NBYTES)
         self.specs: dict[str, TensorSpec] = {}
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorLocation] = {}
         self.left_out: list[LeftOut] = []
         self.num_more_out = 0
         self._keys: dict[Any, str] = {}
@@ -332,7 +332,7 @@ class _Builder:
             (id(value.storage), value.dtype, value.offset, value.shape, value.strides),
             path,
             TensorSpec("", value.dtype, value.shape),
-            Place(value.storage.data, value.offset, value.strides),
+            TensorLocation(value.storage.data, value.offset, value.strides),
             kept=value.storage,
         )
         order = memory_order(value.shape, value.strides)
@@ -346,12 +346,14 @@ class _Builder:
             id(value),
             path,
             TensorSpec("", value.dtype, value.shape),
-            Place(value.data, 0, strides),
+            TensorLocation(value.data, 0, strides),
             kept=value,
         )
         return TensorRef(key) if value.is_tensor else ArrayRef(key)
 
-    def _placed(self, who: Any, path: _Path, spec: TensorSpec, place: Place, *, kept: Any) -> str:
+    def _placed(
+        self, who: Any, path: _Path, spec: TensorSpec, place: TensorLocation, *, kept: Any
+    ) -> str:
         """The key of a tensor: the first path at which it is."""
         self._spend(7)
         self._num_tensors += 1

@@ -28,7 +28,7 @@ class Unknown:
 
 
 @dataclass(slots=True, eq=False)
-class Record(Unknown):
+class PickledObject(Unknown):
     """A value of a class that the caller asked for by name; its members are in `state`."""
 
     @property

@@ -23,7 +23,7 @@ from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec, check_shape
 from holdfast.interop.files import LocalFile
 from holdfast.interop.pickles.budget import LIFTED, bound
-from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.source import LeftOut, Source, SourceComponent
 from holdfast.interop.sources.hdf5 import SIGNATURE, Chunked, Contiguous, Dataset, Hdf5, read_band
 from holdfast.interop.sources.recognising import first_bytes
 from holdfast.interop.sources.safetensors import MODEL
@@ -97,7 +97,7 @@ class CerebrasFile(Source):
         step = tree.get("global_step")
         self.step = step if type(step) is int and step >= 0 else None
 
-    def _parts(self, tree: Mapping[Any, Any]) -> dict[str, Part]:
+    def _parts(self, tree: Mapping[Any, Any]) -> dict[str, SourceComponent]:
         components: dict[str, Any] = {}
         state: dict[Any, Any] = {}
         for name, value in tree.items():
@@ -108,13 +108,15 @@ class CerebrasFile(Source):
             components[STATE] = state
         return {name: self._part(name, value) for name, value in components.items()}
 
-    def _part(self, name: str, value: Any) -> Part:
-        keys = {leaf.key for leaf in Part(kind="tree", tree=value, specs={}).leaves.values()}
+    def _part(self, name: str, value: Any) -> SourceComponent:
+        keys = {
+            leaf.key for leaf in SourceComponent(kind="tree", tree=value, specs={}).leaves.values()
+        }
         specs = {key: self._specs[key] for key in sorted(keys, key=self._start)}
         is_module = name == MODEL and isinstance(value, dict)
         if is_module and all(isinstance(one, TensorRef) for one in value.values()):
-            return Part(kind="module", tree=dict(value), specs=specs)
-        return Part(kind="tree", tree=value, specs=specs)
+            return SourceComponent(kind="module", tree=dict(value), specs=specs)
+        return SourceComponent(kind="tree", tree=value, specs=specs)
 
     def _start(self, key: str) -> int:
         place = self._places[key]

@@ -25,9 +25,9 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.objects import decode_tree
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.blocks import CheckedBlocks
-from holdfast.interop.boxes import Part as BoxPart
+from holdfast.interop.boxes import SharedBox as BoxPart
 from holdfast.interop.boxes import overlaps
-from holdfast.interop.source import BlockDigests, LeftOut, Part, Source
+from holdfast.interop.source import BlockDigests, LeftOut, Source, SourceComponent
 from holdfast.interop.sources.recognising import first_bytes
 from holdfast.interop.sources.web import names_checkpoint
 from holdfast.keys import Encryption
@@ -108,11 +108,11 @@ class CheckpointSource(Source):
             self._blocks = self._checked_blocks(store, entry.manifest)
             self._stack = stack.pop_all()
 
-    def _part(self, store: Store, manifest: Manifest, name: str) -> Part:
+    def _part(self, store: Store, manifest: Manifest, name: str) -> SourceComponent:
         data = read_tree(store, self.folder, name, manifest, self._index)
         table = self._index.components[name]
         specs, self._places[name] = _ordered(table)
-        part = Part(
+        part = SourceComponent(
             kind=manifest.components[name].kind,
             tree=decode_tree(data, what=f"{self.url}, the tree of {name!r}"),
             specs=specs,

@@ -15,7 +15,7 @@ from holdfast.errors import CorruptData, FormatError
 from holdfast.format.tensors import ITEM_NBYTES, header_nbytes, parse_header
 from holdfast.interop.boxes import overlaps
 from holdfast.interop.files import LocalFile
-from holdfast.interop.pickles.budget import Budget
+from holdfast.interop.pickles.budget import PickleBudget
 from holdfast.interop.pickles.gather import gather, is_row_major
 from holdfast.interop.pickles.parts import row_major
 from holdfast.interop.pickles.values import Span, TensorView
@@ -222,7 +222,7 @@ def _find_saved(
     file: LocalFile, place: ItemPlace, dtype: str, sizes: tuple[int, ...], what: str
 ) -> _Laid:
     region = Region(file, place.start, place.nbytes)
-    view = read_saved(region, Budget(operations=10_000, nbytes=1 << 20))
+    view = read_saved(region, PickleBudget(operations=10_000, nbytes=1 << 20))
     if type(view) is not TensorView or not isinstance(view.storage.data, Span):
         raise FormatError(f"{what}: no tensor where the metadata has one")
     if (view.dtype, view.shape) != (dtype, sizes):

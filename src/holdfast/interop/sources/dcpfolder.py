@@ -16,8 +16,8 @@ from typing_extensions import override
 from holdfast.errors import CorruptData, FormatError
 from holdfast.format.tensors import ITEM_NBYTES
 from holdfast.interop.layouts.dcp import dcp_layout, megatron_layout, olmo_layout
-from holdfast.interop.layouts.files import Layout
-from holdfast.interop.pickles.budget import Budget
+from holdfast.interop.layouts.files import ComponentLayout
+from holdfast.interop.pickles.budget import PickleBudget
 from holdfast.interop.pickles.gather import gather, is_row_major
 from holdfast.interop.pickles.parts import NothingKept, convert, row_major
 from holdfast.interop.pickles.values import (
@@ -29,7 +29,7 @@ from holdfast.interop.pickles.values import (
     TensorView,
     Unknown,
 )
-from holdfast.interop.source import Part, Source
+from holdfast.interop.source import Source, SourceComponent
 from holdfast.interop.sources.dcpchunks import Chunks, FolderFiles, Region, expect_inside
 from holdfast.interop.sources.dcpmetadata import (
     METADATA,
@@ -65,7 +65,7 @@ def _latest_of_megatron(path: Path) -> Path:
     return path / f"iter_{int(text):07d}" if text.isdigit() else path
 
 
-class DcpFolder(Source):
+class DcpSource(Source):
     """A folder of DCP as components, by the keys of the state that was saved."""
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +78,7 @@ class DcpFolder(Source):
         has_beside = (folder / beside).is_file()
         self._files = FolderFiles(folder, [*metadata.files, *([beside] if has_beside else [])])
         self._chunks = Chunks(self._files)
-        self._budget = Budget()
+        self._budget = PickleBudget()
         try:
             items = self._describe(metadata)
             rest = self._saved(len(metadata.files)) if has_beside else None
@@ -117,7 +117,7 @@ class DcpFolder(Source):
         with self._files.opened(number) as file:
             return self._value(ItemPlace(number, 0, file.nbytes))
 
-    def _convert(self, found: Layout) -> None:
+    def _convert(self, found: ComponentLayout) -> None:
         self.format, self.step = found.format, found.step
         left_out = [*found.left_out]
         self._converted = {}
@@ -132,7 +132,9 @@ class DcpFolder(Source):
                 self._converted[name] = made
         if not self._converted:
             raise FormatError(f"{self.url}: holds nothing that can be read")
-        self.parts: Mapping[str, Part] = {name: one.part for name, one in self._converted.items()}
+        self.parts: Mapping[str, SourceComponent] = {
+            name: one.part for name, one in self._converted.items()
+        }
         self.left_out = left_out
 
     @override
@@ -243,7 +245,7 @@ def _layout(
     rest: Any,
     *,
     is_olmo: bool,
-) -> Layout:
+) -> ComponentLayout:
     if is_olmo:
         expect_inside(folder, folder / "config.json")
         return olmo_layout(folder, nest(items, metadata.paths, what=str(folder)), rest)

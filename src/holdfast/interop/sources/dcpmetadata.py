@@ -18,8 +18,8 @@ from holdfast.format.boxes import Boxes, Column, Ragged, Unfit, check_boxes
 from holdfast.format.nodes import DtypeName, SizeTuple
 from holdfast.format.tensors import INDEX_NAMES, ITEM_NBYTES, MAX_DIMS
 from holdfast.interop.files import LocalFile
-from holdfast.interop.pickles.budget import Budget
-from holdfast.interop.pickles.values import Record
+from holdfast.interop.pickles.budget import PickleBudget
+from holdfast.interop.pickles.values import PickledObject
 from holdfast.interop.sources.torchfile import read_pickle
 
 METADATA = ".metadata"
@@ -92,7 +92,7 @@ def read_metadata(path: Path) -> FolderMetadata:
         if file.nbytes > MAX_NBYTES:
             raise LimitExceeded(f"{path}: {file.nbytes:,} bytes; at most {MAX_NBYTES:,} are read")
         # As many items as a checkpoint with 100,000 chunks has, each of some 60 operations.
-        budget = Budget(operations=12_000_000, nbytes=192 << 20)
+        budget = PickleBudget(operations=12_000_000, nbytes=192 << 20)
         root = read_pickle(file, budget=budget, records=_RECORDS)
     finally:
         file.close()
@@ -115,7 +115,7 @@ class _Checked:
         return FormatError(f"{self._what}: {why}")
 
     def _record(self, value: Any, name: str) -> dict[str, Any]:
-        if type(value) is not Record or value.name.rpartition(".")[2] != name:
+        if type(value) is not PickledObject or value.name.rpartition(".")[2] != name:
             raise self._wrong(f"not the metadata of DCP: no {name} where one belongs")
         return value.members
 
@@ -174,7 +174,7 @@ class _Checked:
         for name, item in items.items():
             if type(name) is not str:
                 raise self._wrong("an item whose name is not text")
-            kind = item.name.rpartition(".")[2] if type(item) is Record else ""
+            kind = item.name.rpartition(".")[2] if type(item) is PickledObject else ""
             if kind == "BytesStorageMetadata":
                 self._add_value(name, places.get((name, None)))
             elif kind == "TensorStorageMetadata":
@@ -231,7 +231,7 @@ class _Checked:
         return ChunkedTensor(name, INDEX_NAMES[dtype], shape, np.array(boxes, np.int64), found)
 
     def _dtype(self, name: str, properties: Any) -> str:
-        state = properties.state if type(properties) is Record else None
+        state = properties.state if type(properties) is PickledObject else None
         found = state.get("dtype") if isinstance(state, dict) else (state or (None,))[0]
         if type(found) is not DtypeName:
             raise self._wrong(f"{name!r:.200}: a tensor without a dtype")

@@ -19,7 +19,7 @@ from holdfast.format import strictjson
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.interop.files import LocalFile
-from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.source import LeftOut, Source, SourceComponent
 from holdfast.interop.sources.safetensors import METADATA, MODEL
 from holdfast.interop.sources.ties import tied_names
 
@@ -72,7 +72,7 @@ class HuggingFaceFolder(Source):
         self._weights: dict[tuple[str, str], tuple[Source, str]] = {}
         self._carried: dict[str, LocalFile] = {}
         self._texts: dict[str, Any] = {}
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, SourceComponent] = {}
         self.left_out: list[LeftOut] = []
         try:
             used = self._add_weights(path, open_file)
@@ -120,9 +120,9 @@ class HuggingFaceFolder(Source):
             config = _config(folder)
             tied = tied_names(config, tree.keys())
             tree |= {path: tree[other] for path, other in tied.items()}
-        self.parts[component] = Part(kind="module", tree=tree, specs=specs)
+        self.parts[component] = SourceComponent(kind="module", tree=tree, specs=specs)
         if self._texts:
-            self.parts[METADATA] = Part(kind="tree", tree=self._texts, specs={})
+            self.parts[METADATA] = SourceComponent(kind="tree", tree=self._texts, specs={})
         return {name, *names}
 
     def _add_files(self, folder: Path, used: set[str]) -> None:
@@ -142,7 +142,7 @@ class HuggingFaceFolder(Source):
             specs[path.name] = TensorSpec(path.name, "U8", (file.nbytes,))
             tree[path.name] = ArrayRef(path.name)
         if tree:
-            self.parts[FILES] = Part(kind="tree", tree=tree, specs=specs)
+            self.parts[FILES] = SourceComponent(kind="tree", tree=tree, specs=specs)
 
     @override
     def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
@@ -163,7 +163,7 @@ def _weights_of(folder: Path, names: Sequence[str]) -> str | None:
     return next((name for name in candidates if (folder / name).is_file()), None)
 
 
-def _weights_in(source: Source) -> Part:
+def _weights_in(source: Source) -> SourceComponent:
     part = source.parts.get(MODEL)
     if part is None or not isinstance(part.tree, Mapping):
         has = ", ".join(map(repr, source.parts)) or "nothing"

@@ -18,7 +18,7 @@ from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorSpec, check_shape
 from holdfast.interop.files import LocalFile
 from holdfast.interop.pickles.budget import LIFTED, bound
-from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.source import LeftOut, Source, SourceComponent
 from holdfast.interop.sources.mindspore_cipher import DecryptedFile, cipher_of
 from holdfast.interop.sources.protobuf import LEN, VARINT, Field, Wire
 from holdfast.interop.sources.recognising import first_bytes
@@ -195,7 +195,7 @@ class MindSporeFile(Source):
             raise CorruptData(f"{self.url}, {name!r}: without type or content")
         return _Value(dtype, tuple(dims), [content])
 
-    def _parts(self, values: dict[str, _Value]) -> dict[str, Part]:
+    def _parts(self, values: dict[str, _Value]) -> dict[str, SourceComponent]:
         texts = {name: self._read_text(name, one) for name, one in _texts_of(values)}
         tensors = {name: one for name, one in values.items() if one.dtype != "str"}
         self._refuse(
@@ -208,10 +208,10 @@ class MindSporeFile(Source):
         specs = {name: self._spec(name, one) for name, one in tensors.items()}
         self._places = {name: _Slices.of(one.places) for name, one in tensors.items()}
         tree = {name: TensorRef(name) for name in specs}
-        parts = {MODEL: Part(kind="module", tree=tree, specs=specs)}
+        parts = {MODEL: SourceComponent(kind="module", tree=tree, specs=specs)}
         kept = {name: text for name, text in texts.items() if text is not None}
         if kept:
-            parts[STATE] = Part(kind="tree", tree=kept, specs={})
+            parts[STATE] = SourceComponent(kind="tree", tree=kept, specs={})
         self.step = self._counter(specs)
         return parts
 

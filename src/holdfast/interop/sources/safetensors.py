@@ -18,7 +18,7 @@ from holdfast.format.tensors import (
     parse_header_and_metadata,
 )
 from holdfast.interop.files import LocalFile, ReadableFile
-from holdfast.interop.source import Part, Source
+from holdfast.interop.source import Source, SourceComponent
 from holdfast.interop.sources.recognising import first_bytes
 
 MODEL = "model"
@@ -62,9 +62,11 @@ class SafetensorsFile(Source):
         tree |= {other: TensorRef(key) for other, key in _tied(metadata, specs).items()}
         left = {name: text for name, text in metadata.items() if name not in tree}
         left.pop("format", None)
-        self.parts: dict[str, Part] = {MODEL: Part(kind="module", tree=tree, specs=specs)}
+        self.parts: dict[str, SourceComponent] = {
+            MODEL: SourceComponent(kind="module", tree=tree, specs=specs)
+        }
         if left:
-            self.parts[METADATA] = Part(kind="tree", tree=left, specs={})
+            self.parts[METADATA] = SourceComponent(kind="tree", tree=left, specs={})
 
     def _read_header(self) -> tuple[dict[str, TensorSpec], dict[str, int], dict[str, str]]:
         """Return the tensors in the order of their bytes, where each begins, and the metadata."""

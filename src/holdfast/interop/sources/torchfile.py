@@ -15,14 +15,14 @@ from typing_extensions import override
 from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.format.tensors import ITEM_NBYTES
 from holdfast.interop.files import LocalFile, ReadableFile
-from holdfast.interop.layouts.files import Layout, file_layout
-from holdfast.interop.pickles.budget import Budget
+from holdfast.interop.layouts.files import ComponentLayout, file_layout
+from holdfast.interop.pickles.budget import PickleBudget
 from holdfast.interop.pickles.gather import gather, is_row_major
 from holdfast.interop.pickles.machine import Constructor, Machine
 from holdfast.interop.pickles.names import CONSTANTS, CONSTRUCTORS, SETTERS, checked_device
 from holdfast.interop.pickles.parts import Converted, NothingKept, check_claims, convert
 from holdfast.interop.pickles.values import Refusal, Span, Storage, StorageKind
-from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.source import LeftOut, Source, SourceComponent
 from holdfast.interop.sources.crcs import MemberCrc
 from holdfast.interop.sources.recognising import first_bytes
 from holdfast.interop.sources.zips import Member, Zip
@@ -34,7 +34,7 @@ _PROTOCOL = 1001
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")
 _MAX_PICKLE_NBYTES = 1 << 40
 
-Layouts: TypeAlias = Callable[[Any], Layout]
+Layouts: TypeAlias = Callable[[Any], ComponentLayout]
 
 
 def recognises(path: Path) -> bool:
@@ -69,7 +69,7 @@ def read_pickle(
     *,
     start: int = 0,
     stop: int | None = None,
-    budget: Budget | None = None,
+    budget: PickleBudget | None = None,
     constructors: Mapping[str, Constructor] | None = None,
     records: Collection[str] = (),
 ) -> Any:
@@ -79,11 +79,11 @@ def read_pickle(
     names known. Tensors that were pickled without `torch.save` are described, too.
     """
     end = file.nbytes if stop is None else stop
-    reader = _Reader(file, budget or Budget(), constructors or {}, records)
+    reader = _Reader(file, budget or PickleBudget(), constructors or {}, records)
     return reader.bare(start, end)
 
 
-def read_saved(file: ReadableFile, budget: Budget) -> Any:
+def read_saved(file: ReadableFile, budget: PickleBudget) -> Any:
     """Return the description of what a file of `torch.save` holds, or another pickle."""
     return _Reader(file, budget).root()
 
@@ -110,7 +110,7 @@ class TorchFile(Source):
             raise
 
     def _open(self, layout: Layouts) -> None:
-        reader = _Reader(self._file, Budget())
+        reader = _Reader(self._file, PickleBudget())
         root = reader.root()
         self._crcs = reader.crcs
         try:
@@ -122,10 +122,12 @@ class TorchFile(Source):
         left_out = [*found.left_out]
         self._converted = self._convert(found, left_out)
         check_claims(self._converted, file_nbytes=self._file.nbytes, what=self.url)
-        self.parts: Mapping[str, Part] = {name: one.part for name, one in self._converted.items()}
+        self.parts: Mapping[str, SourceComponent] = {
+            name: one.part for name, one in self._converted.items()
+        }
         self.left_out = left_out
 
-    def _convert(self, found: Layout, left_out: list[LeftOut]) -> dict[str, Converted]:
+    def _convert(self, found: ComponentLayout, left_out: list[LeftOut]) -> dict[str, Converted]:
         converted = {}
         problem: FormatError | None = None
         for name, one in found.components.items():
@@ -195,7 +197,7 @@ class _Reader:
     def __init__(
         self,
         file: ReadableFile,
-        budget: Budget,
+        budget: PickleBudget,
         constructors: Mapping[str, Constructor] | None = None,
         records: Collection[str] = (),
     ) -> None:

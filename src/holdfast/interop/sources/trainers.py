@@ -23,7 +23,7 @@ from holdfast.interop.files import LocalFile
 from holdfast.interop.layouts.files import whole
 from holdfast.interop.layouts.folders import STATE_FILE, FolderLayout, folder_layout
 from holdfast.interop.pickles.parts import convert
-from holdfast.interop.source import LeftOut, Part, Source
+from holdfast.interop.source import LeftOut, Source, SourceComponent
 from holdfast.interop.sources import safetensors
 from holdfast.interop.sources.huggingface import ADAPTER, FILES, HuggingFaceFolder
 from holdfast.interop.sources.torchfile import TorchFile
@@ -56,7 +56,7 @@ class TrainerFolder(Source):
         if layout is None:
             raise FormatError(f"{path}: not the folder of a known trainer")
         self.format = layout.format
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, SourceComponent] = {}
         self.left_out: list[LeftOut] = []
         self._owners: dict[str, dict[str, tuple[Source, str]]] = {}
         self._stack = ExitStack()
@@ -115,7 +115,7 @@ class TrainerFolder(Source):
         self._stack.callback(source.close)
         return source
 
-    def _joined(self, component: str, opened: Mapping[str, Source]) -> Part:
+    def _joined(self, component: str, opened: Mapping[str, Source]) -> SourceComponent:
         """Join the shards of a component; each tensor is in one of them."""
         owners = self._owners.setdefault(component, {})
         tree: dict[str, Any] = {}
@@ -134,7 +134,7 @@ class TrainerFolder(Source):
         for part in parts.values():
             tree |= part.tree
         is_module = all(type(value) is TensorRef for value in tree.values())
-        return Part(kind="module" if is_module else "tree", tree=tree, specs=specs)
+        return SourceComponent(kind="module" if is_module else "tree", tree=tree, specs=specs)
 
     def _add_state(self, path: Path) -> None:
         """Add the Trainer's own state, of which the step is a part."""

@@ -16,7 +16,7 @@ from holdfast.format.objects import TreeDocument
 from holdfast.state import modules, optimizers
 from holdfast.state.capture import lacking as held
 from holdfast.state.capture.byrank import BY_RANK
-from holdfast.state.capture.recall import Foreseen, Irregular, Recollection, foresee
+from holdfast.state.capture.recall import CaptureCache, Irregular, PredictedStateDict, foresee
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import (
     RNG,
@@ -98,8 +98,8 @@ class Capturer:
         self._structures: dict[str, list[Any]] = {}
         self._names = ParameterNames(homes={})
         self._namings: dict[str, optimizers.Naming] = {}
-        self._recollections: dict[str, Recollection] = {}
-        self._foreseen: dict[str, Foreseen | None] = {}
+        self._recollections: dict[str, CaptureCache] = {}
+        self._foreseen: dict[str, PredictedStateDict | None] = {}
         """Predicted module states of this capture; discarded once code outside torch has run."""
         self._modules: dict[str, _KnownModule] = {}
         self._unsaved = {
@@ -215,7 +215,7 @@ class Capturer:
         self,
         name: str,
         module: nn.Module,
-        foreseen: Foreseen | None,
+        foreseen: PredictedStateDict | None,
         unsaved: Mapping[str, str],
     ) -> CapturedComponent:
         """Capture a module by calling its `state_dict`, and cache the result where possible."""
@@ -308,7 +308,7 @@ class Capturer:
         is_whole = not leaves.offenders and not leaves.refused
         if document is not None and walked is not None and is_whole:
             with suppress(Irregular):
-                self._recollections[name] = Recollection(
+                self._recollections[name] = CaptureCache(
                     walked, stamp, document, component, leaves.originals
                 )
         return component
@@ -336,7 +336,7 @@ class _KnownModule:
     may_overlap: frozenset[str]
     unsaved: Mapping[str, str]
 
-    def fits(self, foreseen: Foreseen, stepping: list[int]) -> bool:
+    def fits(self, foreseen: PredictedStateDict, stepping: list[int]) -> bool:
         """Whether the facts still hold: the same names and the same parameters in optimizers."""
         return self.outline == foreseen.outline and self.stepping == stepping
 

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Foreseen:
+class PredictedStateDict:
     """Predicted entries of a module's `state_dict`."""
 
     outline: list[Any]
@@ -81,7 +81,7 @@ class Foreseen:
         return [one if is_dtensor(one) else one.detach() for one in self.tensors]
 
 
-def foresee(wrapped: nn.Module) -> Foreseen | None:
+def foresee(wrapped: nn.Module) -> PredictedStateDict | None:
     """Predict the result of `state_dict`; None where code other than torch's affects it."""
     scan = _Scan()
     if not scan.at(unwrap(wrapped)):
@@ -93,7 +93,7 @@ def foresee(wrapped: nn.Module) -> Foreseen | None:
         return None
     if not are_plain and not tensor_types().issuperset(map(type, tensors)):
         return None
-    return Foreseen(outline=scan.outline, tensors=tensors, are_plain=are_plain)
+    return PredictedStateDict(outline=scan.outline, tensors=tensors, are_plain=are_plain)
 
 
 def _is_detached(entry: Any, tensor: Tensor) -> bool:
@@ -233,7 +233,7 @@ class TreeWalk:
         return True
 
 
-class Recollection:
+class CaptureCache:
     """Cached result of one capture of a component. Holds none of its tensors but views of DTensors.
 
     So a DTensor's boxes are recognised by the address of its memory.

@@ -32,7 +32,7 @@ from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.system import C_LIBRARY
 
 T = TypeVar("T")
-S_co = TypeVar("S_co", bound="Tensor | Unread", covariant=True)
+S_co = TypeVar("S_co", bound="Tensor | UnreadTensor", covariant=True)
 LARGE_NBYTES = 1 << 20
 """Tensors of this size and more are copied in pieces."""
 PIECE_NBYTES = 4 << 20
@@ -54,13 +54,13 @@ _memmove.restype = None
 class TensorSource(Protocol):
     """Reader of the bytes of unread tensors."""
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Unread]]) -> None:
+    def copy(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
         """Read the second of each pair into the first, which has its shape and dtype."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Unread:
+class UnreadTensor:
     """A stored tensor that is not read yet."""
 
     source: TensorSource = field(repr=False)
@@ -91,7 +91,7 @@ class Unread:
         return values
 
 
-Stored: TypeAlias = Tensor | Unread
+Stored: TypeAlias = Tensor | UnreadTensor
 """A stored tensor, in memory or not."""
 Pair: TypeAlias = tuple[Tensor, Tensor]
 """A live tensor and the tensor to copy into it; shape and dtype are equal."""
@@ -101,7 +101,7 @@ StoredPair: TypeAlias = tuple[Tensor, Stored]
 
 def fetched(stored: Stored) -> Tensor:
     """Return a stored tensor in memory; reads it if it is unread."""
-    return stored.read() if isinstance(stored, Unread) else stored
+    return stored.read() if isinstance(stored, UnreadTensor) else stored
 
 
 class LazyTensors(Mapping[str, S_co]):
@@ -139,9 +139,9 @@ class Fetching(Mapping[str, Tensor]):
 def copy_tensors(pairs: Sequence[StoredPair]) -> None:
     """Copy the second of each pair into the first, and wait for copies to accelerators."""
     in_memory: list[Pair] = []
-    unread: dict[TensorSource, list[tuple[Tensor, Unread]]] = {}
+    unread: dict[TensorSource, list[tuple[Tensor, UnreadTensor]]] = {}
     for live, stored in pairs:
-        if isinstance(stored, Unread):
+        if isinstance(stored, UnreadTensor):
             unread.setdefault(stored.source, []).append((live, stored))
         else:
             in_memory.append((live, stored))
@@ -153,7 +153,7 @@ def copy_tensors(pairs: Sequence[StoredPair]) -> None:
 def read_all(tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
     """Return stored tensors in memory; unread ones are read together."""
     values = {
-        key: stored.empty() if isinstance(stored, Unread) else stored
+        key: stored.empty() if isinstance(stored, UnreadTensor) else stored
         for key, stored in tensors.items()
     }
     copy_tensors(

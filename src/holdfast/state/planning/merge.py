@@ -28,7 +28,7 @@ from holdfast.state.planning.copying import (
     LazyTensors,
     Stored,
     StoredPair,
-    Unread,
+    UnreadTensor,
     are_plain,
     copy_tensors,
     fetched,
@@ -458,7 +458,7 @@ class Merge:
     def _new_tensor(self, live: Any, ref: TensorRef, place: Placement) -> Tensor:
         stored = self._tensors[ref.key]
         if ref.grad or ref.order:
-            check_fit(ref, stored.empty("meta") if isinstance(stored, Unread) else stored)
+            check_fit(ref, stored.empty("meta") if isinstance(stored, UnreadTensor) else stored)
         if not isinstance(live, Tensor) or not self._fits(live, ref, place):
             return self._made_at(place, ref, stored)
         self._copies.append((local_of(live), stored))
@@ -470,7 +470,7 @@ class Merge:
         if ref.key in self._layouts:
             local = place.make(TensorRef(ref.key, ref.device), fetched(stored))
             return with_flags(placed_as(self._layouts[ref.key], local), ref)
-        if not isinstance(stored, Unread):
+        if not isinstance(stored, UnreadTensor):
             return place.make(ref, stored)
         made = place.make(ref, stored.empty(place.device(ref)))
         self._copies.append((made.detach(), stored))

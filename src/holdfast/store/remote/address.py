@@ -6,10 +6,10 @@ from urllib.parse import unquote, urlsplit
 
 from holdfast.errors import UsageError
 from holdfast.events import url_without_secrets
-from holdfast.store.remote.opening import Place
+from holdfast.store.remote.opening import BucketLocation
 
 
-def parse_web(url: str) -> Place:
+def parse_web(url: str) -> BucketLocation:
     """Parse the URL of a folder or a file on a web server; a fragment is dropped."""
     try:
         parts = urlsplit(url)
@@ -25,7 +25,7 @@ def parse_web(url: str) -> Place:
             "is a number; write / ? # and @ in a password as %2F %3F %23 and %40"
         ) from None
     user, password = unquote(parts.username or ""), unquote(parts.password or "")
-    return Place(
+    return BucketLocation(
         scheme="https" if parts.scheme == "https" else "http",
         bucket=host,
         prefix=parts.path.strip("/"),

@@ -26,9 +26,15 @@ from holdfast.errors import (
 )
 from holdfast.events import logger
 from holdfast.store.base import ObjectInfo, expect_at_least, expect_at_most
-from holdfast.store.remote.errors import Failure, as_store_error, read_failure
-from holdfast.store.remote.opening import Clients, Place, RemoteOptions, needed, open_clients
-from holdfast.store.remote.throttle import Pace
+from holdfast.store.remote.errors import RemoteFailure, as_store_error, read_failure
+from holdfast.store.remote.opening import (
+    BucketLocation,
+    Clients,
+    RemoteOptions,
+    needed,
+    open_clients,
+)
+from holdfast.store.remote.throttle import RateLimit
 
 T = TypeVar("T")
 
@@ -51,7 +57,7 @@ def is_own_process() -> bool:
 class Api:
     """Requests to one bucket. Thread-safe; all but `stream` translate obstore's errors."""
 
-    def __init__(self, place: Place, options: RemoteOptions) -> None:
+    def __init__(self, place: BucketLocation, options: RemoteOptions) -> None:
         self.place = place
         self.options = options
         self.upload_pace = _pace(options, options.max_upload_mb_s)
@@ -327,12 +333,12 @@ class Api:
                 return found
         return request(clients.plain)
 
-    def _note_answer(self, failure: Failure) -> None:
+    def _note_answer(self, failure: RemoteFailure) -> None:
         """Record that the service has answered: a refusal counts, missing credentials do not."""
         if failure.is_answer:
             self._has_answered = True
 
-    def _warn_of_no_answer(self, failure: Failure) -> None:
+    def _warn_of_no_answer(self, failure: RemoteFailure) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -402,16 +408,16 @@ class Patience:
         time.sleep(self.next_pause_s())
 
 
-def _pace(options: RemoteOptions, mb_s: float | None) -> Pace:
+def _pace(options: RemoteOptions, mb_s: float | None) -> RateLimit:
     """Make the rate limit of this rank, offset from the other ranks of the host."""
     nbytes_per_s = options.nbytes_per_s(mb_s)
     if nbytes_per_s is None:
-        return Pace(None)
+        return RateLimit(None)
     turn_s = _STAGGER_NBYTES / nbytes_per_s
-    return Pace(nbytes_per_s, offset_s=turn_s * options.rank_on_host / options.ranks_on_host)
+    return RateLimit(nbytes_per_s, offset_s=turn_s * options.rank_on_host / options.ranks_on_host)
 
 
-def _wait(pace: Pace, nbytes: int) -> None:
+def _wait(pace: RateLimit, nbytes: int) -> None:
     delay_s = pace.reserve(nbytes)
     if delay_s > 0:
         time.sleep(delay_s)

@@ -95,7 +95,7 @@ _WEB_PERMISSION = "an address that anybody may read, or https://USER:PASSWORD@HO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class RemoteFailure:
     """Facts parsed from an error of obstore, boto3 or requests."""
 
     error: Exception
@@ -150,14 +150,14 @@ class Failure:
         return self.status == 416 or "Wanted range starting at" in self.reason
 
 
-def read_failure(error: Exception) -> Failure:
+def read_failure(error: Exception) -> RemoteFailure:
     """Parse an error of obstore, or of its credential provider."""
     text = without_secrets(str(error))
     head, _, details = text.partition("Debug source")
     status = _STATUS.search(head)
     code = _CODE.search(head) or _CODE_OF_ONE.search(head)
     network = _NETWORK.search(details)
-    return Failure(
+    return RemoteFailure(
         error=error,
         status=int(status[1]) if status else None,
         code=code[1] if code else "",
@@ -167,7 +167,7 @@ def read_failure(error: Exception) -> Failure:
     )
 
 
-def read_failure_of_python(error: Exception) -> Failure:
+def read_failure_of_python(error: Exception) -> RemoteFailure:
     """Parse an error of boto3 or of requests."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):
@@ -178,7 +178,7 @@ def read_failure_of_python(error: Exception) -> Failure:
         status, code = response.status_code, found[1] if found else ""
     else:
         status, code = None, ""
-    return Failure(
+    return RemoteFailure(
         error=error,
         status=status,
         code="" if str(code).isdigit() else str(code),
@@ -209,7 +209,7 @@ def _describe(
     return ": ".join(word for word in words if word)[:_MAX_REASON]
 
 
-def as_store_error(failure: Failure, operation: str, url: str, *, who: str) -> HoldfastError:
+def as_store_error(failure: RemoteFailure, operation: str, url: str, *, who: str) -> HoldfastError:
     """Build the `HoldfastError` of a failed `operation` on `url`; `who`: the used credentials.
 
     Unknown failures become `TransientStoreError`: a fault on the way to a cloud does not mean that

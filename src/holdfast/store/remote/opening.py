@@ -120,7 +120,7 @@ class RemoteOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class BucketLocation:
     """Location of a store: a bucket, and the prefix of all its keys."""
 
     scheme: Scheme
@@ -183,7 +183,7 @@ class Clients:
     """HTTP access to incomplete uploads; for Google Cloud Storage only."""
 
 
-def parse_place(url: str, endpoint: str | None) -> Place:
+def parse_place(url: str, endpoint: str | None) -> BucketLocation:
     """Parse the URL of a remote store."""
     scheme, _, rest = url.partition("://")
     bucket, _, prefix = rest.partition("/")
@@ -209,7 +209,7 @@ def parse_place(url: str, endpoint: str | None) -> Place:
         raise UsageError(f"root {url!r}: {error}") from error
     if scheme == "oci":
         region = _oci_region(url)
-        return Place(
+        return BucketLocation(
             scheme="s3",
             bucket=bucket,
             prefix=prefix,
@@ -219,7 +219,7 @@ def parse_place(url: str, endpoint: str | None) -> Place:
             region=region,
         )
     kind: Scheme = "gs" if scheme == "gs" else "az" if scheme == "az" else "s3"
-    return Place(scheme=kind, bucket=bucket, prefix=prefix, endpoint=endpoint)
+    return BucketLocation(scheme=kind, bucket=bucket, prefix=prefix, endpoint=endpoint)
 
 
 def _oci_region(url: str) -> str:
@@ -253,9 +253,9 @@ def needed(module: str, scheme: str) -> Any:
         ) from error
 
 
-def open_clients(place: Place, options: RemoteOptions) -> Clients:
+def open_clients(place: BucketLocation, options: RemoteOptions) -> Clients:
     """Make the clients for a bucket; sends it no request yet, but may request credentials."""
-    makers: dict[str, Callable[[Place, RemoteOptions], Clients]] = {
+    makers: dict[str, Callable[[BucketLocation, RemoteOptions], Clients]] = {
         "s3": _open_s3,
         "gs": _open_gcs,
         "az": _open_azure,
@@ -268,7 +268,7 @@ def open_clients(place: Place, options: RemoteOptions) -> Clients:
 # S3 ----------------------------------------------------------------------------------------------
 
 
-def _open_s3(place: Place, options: RemoteOptions) -> Clients:
+def _open_s3(place: BucketLocation, options: RemoteOptions) -> Clients:
     boto3 = needed("boto3", "s3")
     config = needed("botocore.config", "s3").Config(
         connect_timeout=options.connect_timeout_s,
@@ -324,7 +324,7 @@ def _boto_provider(found: Any) -> Callable[[], dict[str, Any]]:
 # Google Cloud Storage ----------------------------------------------------------------------------
 
 
-def _open_gcs(place: Place, options: RemoteOptions) -> Clients:
+def _open_gcs(place: BucketLocation, options: RemoteOptions) -> Clients:
     key = _service_account()
     # An emulator's key has its URL.
     endpoint = place.endpoint or os.environ.get("GOOGLE_BASE_URL") or key.get("gcs_base_url")
@@ -359,7 +359,7 @@ def _service_account() -> dict[str, Any]:
     return key if isinstance(key, dict) else {}
 
 
-def _google_credentials(place: Place, key: dict[str, Any]) -> Any:
+def _google_credentials(place: BucketLocation, key: dict[str, Any]) -> Any:
     auth = needed("google.auth", "gs")
     service_account = needed("google.oauth2.service_account", "gs")
     try:
@@ -409,7 +409,7 @@ def _google_session(found: Any | None, options: RemoteOptions) -> Any:
 # Azure -------------------------------------------------------------------------------------------
 
 
-def _open_azure(place: Place, options: RemoteOptions) -> Clients:
+def _open_azure(place: BucketLocation, options: RemoteOptions) -> Clients:
     environ = os.environ
     endpoint = (
         place.endpoint or environ.get("AZURE_STORAGE_ENDPOINT") or environ.get("AZURE_ENDPOINT")
@@ -441,7 +441,7 @@ def _azure_provider(found: Any) -> Callable[[], dict[str, Any]]:
 # Web servers -------------------------------------------------------------------------------------
 
 
-def _open_web(place: Place, options: RemoteOptions) -> Clients:
+def _open_web(place: BucketLocation, options: RemoteOptions) -> Clients:
     headers: dict[str, str] = {}
     if place.login:
         # Not in the URL, which is in the errors. A redirect to another host does not get it.
@@ -470,7 +470,7 @@ def _first_set(names: Iterable[str]) -> str:
 
 def _pair(
     make: Callable[..., Any],
-    place: Place,
+    place: BucketLocation,
     options: RemoteOptions,
     settings: dict[str, Any],
     endpoint: str,

@@ -16,7 +16,7 @@ from holdfast.store.base import (
     ignore,
 )
 from holdfast.store.remote.api import Api
-from holdfast.store.remote.opening import Place, RemoteOptions
+from holdfast.store.remote.opening import BucketLocation, RemoteOptions
 from holdfast.store.remote.writes import copy_bytes
 
 READ_NBYTES = 8 * 1024 * 1024
@@ -29,7 +29,7 @@ class ReadByRequests(Store, ABC):
 
     reads_origin = True
 
-    def __init__(self, place: Place, options: RemoteOptions | None) -> None:
+    def __init__(self, place: BucketLocation, options: RemoteOptions | None) -> None:
         self._place = place
         self._api = Api(place, options if options is not None else RemoteOptions())
 

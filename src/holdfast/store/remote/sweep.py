@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 from holdfast.errors import HoldfastError
 from holdfast.store.remote.errors import as_store_error, read_failure_of_python
-from holdfast.store.remote.opening import Clients, GcsUploads, Place
+from holdfast.store.remote.opening import BucketLocation, Clients, GcsUploads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Upload:
     upload_id: str
 
 
-def uploads(place: Place, clients: Clients, folder: str) -> Iterator[Upload]:
+def uploads(place: BucketLocation, clients: Clients, folder: str) -> Iterator[Upload]:
     """Yield the incomplete uploads under `folder`, which ends with a slash ("" is the root)."""
     prefix = place.key(folder)
     cut = len(place.key(""))
@@ -42,7 +42,7 @@ def uploads(place: Place, clients: Clients, folder: str) -> Iterator[Upload]:
         raise _as_error(place, clients, folder, error) from error
 
 
-def abort(place: Place, clients: Clients, upload: Upload) -> None:
+def abort(place: BucketLocation, clients: Clients, upload: Upload) -> None:
     """Abort an upload; no-op if it has already ended."""
     key = place.key(upload.key)
     try:
@@ -88,7 +88,7 @@ def _call_gcs(gcs: GcsUploads, method: str, url: str, params: dict[str, str]) ->
     return content
 
 
-def _as_error(place: Place, clients: Clients, key: str, error: Exception) -> HoldfastError:
+def _as_error(place: BucketLocation, clients: Clients, key: str, error: Exception) -> HoldfastError:
     failure = read_failure_of_python(error)
     url = f"{place.url}/{key}"
     return as_store_error(failure, "uploads", url, who=clients.who)

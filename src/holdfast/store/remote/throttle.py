@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-class Pace:
+class RateLimit:
     """Computes waits that limit the bytes per second of all threads of a process.
 
     Pieces get time slots one after the other, as long as each takes at this rate; unused time is

@@ -23,7 +23,7 @@ from holdfast.errors import HoldfastError, StoreError, TransientStoreError
 from holdfast.store.base import BlockWriter, expect_inside, final_nbytes, flat
 from holdfast.store.remote.api import Api, Patience, is_own_process
 from holdfast.store.remote.opening import RemoteOptions
-from holdfast.store.remote.throttle import Pace
+from holdfast.store.remote.throttle import RateLimit
 from holdfast.system import private_memory
 
 PART_NBYTES = 16 * 1024 * 1024
@@ -40,7 +40,7 @@ _ABORT_S = 10.0
 class UploadResources:
     """Event loop and memory for copies, shared by all uploads of one store."""
 
-    def __init__(self, api: Api, options: RemoteOptions, pace: Pace) -> None:
+    def __init__(self, api: Api, options: RemoteOptions, pace: RateLimit) -> None:
         self.api = api
         self.pace = pace
         # Reentrant: a finalizer may return memory at any point of the program.

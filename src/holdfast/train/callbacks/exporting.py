@@ -20,7 +20,7 @@ from holdfast.sinks.extras import import_extra
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.train.callbacks.hooks import Logger
-from holdfast.train.training import Cast, Training
+from holdfast.train.training import AverageInModelDtypes, Training
 
 logger = logging.getLogger("holdfast")
 
@@ -154,7 +154,7 @@ class ExportModel(Logger):
             return training.model
         if self._weights == "swa" and not training.state["swa-count"].num_averaged:
             raise UsageError("ExportModel: weights='swa': no weights were averaged yet")
-        return Cast(training.state[self._weights], training.model).update()
+        return AverageInModelDtypes(training.state[self._weights], training.model).update()
 
 
 def _key(training: Training, kind: str) -> str:

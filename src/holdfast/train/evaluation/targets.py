@@ -18,7 +18,7 @@ from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.keys import Encryption
-from holdfast.loading.search import LoadOptions, Reader
+from holdfast.loading.search import CheckpointSearch, LoadOptions
 from holdfast.ownership.access import locate
 from holdfast.ownership.leases import leased
 from holdfast.ownership.tiered_catalog import catalog_of
@@ -69,7 +69,7 @@ class Target:
             MismatchError: the checkpoint does not fit; nothing was changed.
         """
         threads = Threads()
-        reader = Reader(
+        reader = CheckpointSearch(
             catalog=Catalog(self.store),
             state=weights,
             threads=threads,

@@ -308,7 +308,7 @@ def plans_of(given: Any) -> list[Validation]:
     return [Validation(data=given)]
 
 
-class Validations:
+class TrainerValidations:
     """All validations of a Trainer; decides which are due and not done yet."""
 
     def __init__(self, validators: Sequence[Validator]) -> None:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from holdfast.errors import UsageError, listing
-from holdfast.train.evaluation.validation import Validations
+from holdfast.train.evaluation.validation import TrainerValidations
 from holdfast.train.training import Metrics
 
 OF_VALIDATION = "val/"
@@ -15,11 +15,11 @@ Watchers = Callable[[], Mapping[str, Sequence[str]]]
 """Function that returns who watches, as text, with the names of metrics."""
 
 
-class Watched:
+class WatchedMetricsCheck:
     """Checks, after validations or else epochs, that all watched metrics are known by then."""
 
     def __init__(
-        self, watchers: Watchers, validations: Validations, of_epochs: Sequence[str] = ()
+        self, watchers: Watchers, validations: TrainerValidations, of_epochs: Sequence[str] = ()
     ) -> None:
         """`watchers` is called at each check, as some find out late what they watch.
 

@@ -30,8 +30,8 @@ from holdfast.train import build
 from holdfast.train.argument_checks import Counts
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.callbacks.registry import Callbacks, HookFailed
-from holdfast.train.evaluation.validation import ValidationPart, Validations
-from holdfast.train.evaluation.watching import Watched
+from holdfast.train.evaluation.validation import TrainerValidations, ValidationPart
+from holdfast.train.evaluation.watching import WatchedMetricsCheck
 from holdfast.train.fit import best
 from holdfast.train.fit.ending import FitEnding, Outcome
 from holdfast.train.fit.resuming import Resuming
@@ -42,7 +42,7 @@ from holdfast.train.step.batches import Batches
 from holdfast.train.step.device_metrics import LazyMetrics
 from holdfast.train.step.step import Update
 from holdfast.train.step.swa import EqualAverage
-from holdfast.train.step.undo import WayBack
+from holdfast.train.step.undo import StepUndo
 from holdfast.train.training import Average, Counters, Metrics
 
 """Whether a `fit` resumes: if there is a checkpoint, or else not at all, or never."""
@@ -51,7 +51,7 @@ logger = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gear:
+class TrainerParts:
     """Parts of a Trainer that all its calls of `fit` share."""
 
     model: nn.Module
@@ -65,10 +65,10 @@ class Gear:
     skip_steps: Sequence[range]
     """Steps whose batches are not trained on."""
     schedules: Schedules
-    validations: Validations
+    validations: TrainerValidations
     validated: Callable[[Sequence[ValidationPart]], dict[str, float]]
     """Function that runs parts of validations, and returns their metrics."""
-    way_back: WayBack
+    way_back: StepUndo
     accumulate: int
     """Number of batches of a step."""
     log_every: int
@@ -77,7 +77,7 @@ class Gear:
     counts: Counts
     checkpoints: Checkpoints
     best: BestSaves
-    watched: Watched
+    watched: WatchedMetricsCheck
     sanity: Callable[[], None]
     """Function that tries a validation before a new run trains."""
 
@@ -87,7 +87,7 @@ class Fit:
 
     def __init__(
         self,
-        gear: Gear,
+        gear: TrainerParts,
         ending: FitEnding,
         manager: CheckpointManager,
         saves: Saves,

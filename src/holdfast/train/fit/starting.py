@@ -1,7 +1,7 @@
 """Start of a `fit` from a checkpoint of another root, or without any root.
 
-`StartingPoint` is `start_from="old@step=3"`; `Unsaved` is the manager for `checkpoints=None`, and
-`Tried` that of a `fast_dev_run`.
+`StartingPoint` is `start_from="old@step=3"`; `NullManager` is the manager for `checkpoints=None`,
+and `DryRunManager` is the one for a `fast_dev_run`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _NoRoot(UsageError, AttributeError):
     """Error for a manager without a root; an `AttributeError`, so that `hasattr` is False."""
 
 
-class Unsaved(CheckpointManager):
+class NullManager(CheckpointManager):
     """Manager of a Trainer without a root, which saves nothing and starts no threads.
 
     The calls that `fit` makes are no-ops; any other one raises `UsageError`.
@@ -150,7 +150,7 @@ class Unsaved(CheckpointManager):
         """No-op: an error goes through."""
 
 
-class Tried(Unsaved):
+class DryRunManager(NullManager):
     """Manager of a `fast_dev_run`: a save is checked like any other, and writes nothing.
 
     So code that saves, waits for its save and marks it runs as it is written.

@@ -40,7 +40,7 @@ class LearningRateCurve:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class TrialSteps:
     """Parts of a Trainer for steps on trial: without callbacks, schedulers and saves."""
 
     update: Update
@@ -76,7 +76,7 @@ class Trial:
 
 
 def find_learning_rate(
-    trial: Trial, *, lowest: float, highest: float, steps: int
+    trial: TrialSteps, *, lowest: float, highest: float, steps: int
 ) -> LearningRateCurve:
     """Train `steps` steps with rates that grow from `lowest` to `highest`; undone afterwards."""
     check_range("steps", steps, 3, 2**31)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from holdfast.errors import RanksFailed, UsageError
 from holdfast.launched import Ranks, has_group, present_ranks
-from holdfast.ranks.coordinator import LEADER, Failure
+from holdfast.ranks.coordinator import LEADER, RankFailure
 
 T = TypeVar("T")
 
@@ -73,7 +73,7 @@ class Group:
                 found = work()
             except Exception as raised:  # noqa: BLE001 - raised when the other ranks know
                 error = raised
-        failure = None if error is None else Failure.of(error, phase=what)
+        failure = None if error is None else RankFailure.of(error, phase=what)
         result, failure = self.gather((found, failure))[LEADER]
         if error is not None:
             raise error

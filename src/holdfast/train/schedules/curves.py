@@ -88,7 +88,7 @@ class EpochLength:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class CurveSegment:
     """A part of a curve, from one factor of the base rate to another."""
 
     end: float
@@ -125,7 +125,7 @@ class Curve:
     the scheduler. After its last part the rate stays.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[CurveSegment, ...]
 
     def then(self, other: Curve) -> Curve:
         """Return a curve that goes on with `other`, from the rate at which this one ends."""
@@ -151,7 +151,7 @@ def warmup(length: str | Time, *, start: float = 0.0) -> Curve:
         length: such as "500step", "1ep", "1e9tok", or a part of the run ("0.05dur").
         start: factor at the first step.
     """
-    return _curve(Part(start=start, end=1.0, length=_length(length)))
+    return _curve(CurveSegment(start=start, end=1.0, length=_length(length)))
 
 
 @checked(but=("length",))
@@ -162,7 +162,7 @@ def cosine(length: str | Time | None = None, *, end: float = 0.0) -> Curve:
         length: as for `warmup`; None: up to the goal.
         end: factor at the end.
     """
-    return _curve(Part(end=end, length=_length(length), form="cosine"))
+    return _curve(CurveSegment(end=end, length=_length(length), form="cosine"))
 
 
 @checked(but=("length",))
@@ -173,7 +173,7 @@ def linear(length: str | Time | None = None, *, end: float = 0.0) -> Curve:
         length: as for `warmup`; None: up to the goal.
         end: factor at the end.
     """
-    return _curve(Part(end=end, length=_length(length)))
+    return _curve(CurveSegment(end=end, length=_length(length)))
 
 
 @checked(but=("warmup", "decay"))
@@ -194,9 +194,9 @@ def wsd(
         form: how the rate is lowered.
     """
     return _curve(
-        Part(start=0.0, end=1.0, length=_length(warmup, "warmup")),
-        Part(end=1.0),
-        Part(end=end, length=_length(decay, "decay"), form=form),
+        CurveSegment(start=0.0, end=1.0, length=_length(warmup, "warmup")),
+        CurveSegment(end=1.0),
+        CurveSegment(end=end, length=_length(decay, "decay"), form=form),
     )
 
 
@@ -225,16 +225,16 @@ def one_cycle(
     assert whole is not None
     rest = None if length is None else whole
     return _curve(
-        Part(start=start, end=1.0, length=whole, scale=rise, form="cosine"),
-        Part(end=end, length=rest, scale=1 - rise, form="cosine"),
+        CurveSegment(start=start, end=1.0, length=whole, scale=rise, form="cosine"),
+        CurveSegment(end=end, length=rest, scale=1 - rise, form="cosine"),
     )
 
 
-def _curve(*parts: Part) -> Curve:
+def _curve(*parts: CurveSegment) -> Curve:
     return Curve(_checked(parts))
 
 
-def _checked(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+def _checked(parts: tuple[CurveSegment, ...]) -> tuple[CurveSegment, ...]:
     for part in parts:
         for name in ("start", "end"):
             value = getattr(part, name)
@@ -363,7 +363,7 @@ class CurveScheduler(LRScheduler):
         marks: Sequence[Mapping[str, float]] = state["marks"] if is_same else ()
         self._marks = [{Unit(unit): at for unit, at in mark.items()} for mark in marks]
 
-    def _resolved(self, part: Part, goal: Time) -> tuple[Unit, float | None]:
+    def _resolved(self, part: CurveSegment, goal: Time) -> tuple[Unit, float | None]:
         if part.length is None:
             return goal.unit, None
         if part.length.unit is Unit.DURATION:

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from holdfast.data.randomness import preserved
-from holdfast.saving.positions import READ_AHEAD, Taking, loaders
+from holdfast.saving.positions import READ_AHEAD, TakenBatches, loaders
 from holdfast.train.step.undo import Boundary
 
 logger = logging.getLogger("holdfast")
@@ -62,7 +62,7 @@ class Batches:
             self._watch(self._loader.batches_taken, len(taken))
         return taken
 
-    def _watch(self, taking: Taking, num_taken: int) -> None:
+    def _watch(self, taking: TakenBatches, num_taken: int) -> None:
         """Log a warning if a wrapper holds batches after the first two windows of an iteration.
 
         Later ones could lack batches that the wrapper has dropped.

@@ -26,7 +26,7 @@ logger = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class MicroBatch:
     """A part of a step's batches, with one forward and one backward pass."""
 
     batch: Any
@@ -57,11 +57,11 @@ class MicroBatches:
         """Largest number of samples in a piece; None: batches are not split."""
         return self._size
 
-    def pieces(self, window: Sequence[Any]) -> list[Piece]:
+    def pieces(self, window: Sequence[Any]) -> list[MicroBatch]:
         """Return the pieces of a step's batches."""
         whole = 1 / len(window)
         if self._size is None:
-            return [Piece(batch=batch, share=whole, weight=1.0) for batch in window]
+            return [MicroBatch(batch=batch, share=whole, weight=1.0) for batch in window]
         sizes = [num_samples(batch) for batch in window]
         counts = self._group.max([-(-size // self._size) for size in sizes])
         found = []
@@ -73,7 +73,9 @@ class MicroBatches:
                 )
             for part, start, end in _parts(batch, size, count):
                 part_of_batch = (end - start) / size
-                found.append(Piece(batch=part, share=whole * part_of_batch, weight=part_of_batch))
+                found.append(
+                    MicroBatch(batch=part, share=whole * part_of_batch, weight=part_of_batch)
+                )
         return found
 
     def can_halve(self, window: Sequence[Any]) -> bool:

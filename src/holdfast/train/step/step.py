@@ -23,7 +23,7 @@ from holdfast.train.parallel.strategies import Parallel, whole
 from holdfast.train.step.device_metrics import LazyMetrics, Mean, Numbers, RankMeans, number
 from holdfast.train.step.epoch_metrics import Scores
 from holdfast.train.step.loss_weights import Weighing
-from holdfast.train.step.micro_batches import MicroBatches, Piece, is_out_of_memory
+from holdfast.train.step.micro_batches import MicroBatch, MicroBatches, is_out_of_memory
 from holdfast.train.step.nan_budget import NanBudget
 
 LossFunction = Callable[[Any, Any], Any]
@@ -191,7 +191,7 @@ class Update:
         return mean, unscored
 
     def _train_on(
-        self, piece: Piece, num_pieces: int, mean: Mean, unscored: _Outputs, *, is_own: bool
+        self, piece: MicroBatch, num_pieces: int, mean: Mean, unscored: _Outputs, *, is_own: bool
     ) -> None:
         tell = self.callbacks.tell
         batch = moved(piece.batch, self.device)

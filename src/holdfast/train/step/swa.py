@@ -19,7 +19,7 @@ from holdfast.errors import UsageError, listing
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
 from holdfast.train.parallel.strategies import local
-from holdfast.train.training import Cast, widened
+from holdfast.train.training import AverageInModelDtypes, widened
 
 logger = logging.getLogger("holdfast")
 
@@ -73,7 +73,7 @@ class EqualAverage:
         """Number of weights in the average; with 0 the copy is that of the beginning."""
         self.model = widened(model)
         """The averaged model, in float32 or wider."""
-        self.cast = Cast(self.model, model)
+        self.cast = AverageInModelDtypes(self.model, model)
         """The averaged model in the dtypes of the trained one."""
         self.has_statistics = not _with_statistics(model)
         """Whether batch norm has the statistics of the averaged weights."""

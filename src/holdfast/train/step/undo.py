@@ -2,7 +2,7 @@
 
 Work that is interrupted leaves traces: data and generators have advanced, callbacks have counted,
 buffers were updated. Restoring the `Boundary` makes the state that of the last step again, so that
-it can be saved. Parameters and optimizers are not kept: `Weights` detects their changes.
+it can be saved. Parameters and optimizers are not kept: `StateFingerprint` detects their changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger("holdfast")
 _NO_INTERRUPTION: AbstractContextManager[None] = nullcontext()
 
 
-class WayBack:
+class StepUndo:
     """Keeps the snapshot of the last step boundary, while the state can be restored from it."""
 
     def __init__(
@@ -54,10 +54,10 @@ class WayBack:
         self._state = state
         self._modules = modules_of(state)
         self._boundary: Boundary | None = None
-        self._weights: Weights | None = None
+        self._weights: StateFingerprint | None = None
         self._is_validating = False
         """Whether a validation is under way that a stop may interrupt."""
-        self._before_validation: Weights | None = None
+        self._before_validation: StateFingerprint | None = None
         # One context for all waits, as it has no state of its own.
         self._interruptible: AbstractContextManager[None] = (
             _NO_INTERRUPTION if stop is None else stop.interruptible()
@@ -70,7 +70,7 @@ class WayBack:
             self._boundary = Boundary(
                 data=self._data, components=self._small, modules=self._modules
             )
-            self._weights = Weights(self._state)
+            self._weights = StateFingerprint(self._state)
         elif self._can_interrupt:
             components = self._small if self._has_hooks else None
             self._boundary = Boundary(data=self._data, components=components)
@@ -115,7 +115,7 @@ class WayBack:
             return
         kept = Boundary(components=self._small, modules=self._modules)
         is_marked = self._is_exact or self._has_validation_hooks
-        weights = self._before_validation = Weights(self._state if is_marked else {})
+        weights = self._before_validation = StateFingerprint(self._state if is_marked else {})
         self._is_validating = self._stop is not None
         try:
             with self.waiting():
@@ -139,7 +139,7 @@ class WayBack:
         if self._before_validation is not None:
             self._is_validating = self._stop is not None and not self._before_validation.changed()
 
-    def _after_error(self, kept: Boundary, weights: Weights) -> None:
+    def _after_error(self, kept: Boundary, weights: StateFingerprint) -> None:
         """Restore the state after an error, if it will be saved; the error is raised anyway."""
         if not self._is_exact:
             return
@@ -230,7 +230,7 @@ _SMALL_NBYTES = 2**20
 """Smaller tensors are copied together and summed with one call."""
 
 
-class Weights:
+class StateFingerprint:
     """Fingerprint of a state's modules and optimizers, without the buffers of modules.
 
     One pass over the weights, no copy: the bytes of parameters are summed, because torch does not
