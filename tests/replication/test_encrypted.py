@@ -397,7 +397,7 @@ def test_tags_of_what_is_from_before_the_run_was_sealed_do_not_cross_in_clear(
     with opened(Tiered(local, remote), tiny, encrypt=accepting) as manager:
         manager.resume()
         for which in (1, 3):
-            with pytest.raises(errors.NotSealed, match="in clear"):
+            with pytest.raises(errors.NotSealed, match="in plain text"):
                 manager.tag(which, f"{CANARY}-2")
         manager.pin(2)
     tiered = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(1))
