@@ -164,7 +164,7 @@ def _loads(title: str, *, verified: str, unverified: str) -> list[Goal]:
             quotient(f"{_LIMITS}:ceiling_warm_s", f"{_LOAD}{verified}:warm_s"),
         ),
         _at_most(
-            f"{title}, `verify=False`: beside safetensors, the worse of cold and warm",
+            f"{title}, `verify=False`: vs. safetensors, the worse of cold and warm",
             1,
             worst(
                 *(
@@ -186,7 +186,7 @@ _RESUMES = [
 ]
 RESUME_GOALS: Sequence[Goal] = (
     _at_most(
-        "first `resume()`, warm: beside a plain read with digests, the worst of four",
+        "first `resume()`, warm: vs. a plain read with digests, the worst of four",
         1.25,
         worst(
             *(
@@ -221,18 +221,18 @@ GOALS: Sequence[Goal] = (
     ),
     _at_least("… times faster than `dcp.save`", 3, quotient(f"{_SAVE}dcp:durable_s", _DURABLE)),
     _at_most(
-        "stall of a staged save: beside a memcpy of the same tensors, 1 thread",
+        "stall of a staged save: vs. a memcpy of the same tensors, 1 thread",
         1.1,
         quotient(_STALL, f"{_LIMITS}:copy_state_s"),
     ),
     _at_most(
-        "… beside a memcpy of memory that was copied just before",
+        "… vs. a memcpy of memory that was copied just before",
         1.1,
         quotient(_STALL, f"{_LIMITS}:copy_touched_s"),
     ),
-    _at_most("… beside `dcp.async_save`", 0.35, quotient(_STALL, f"{_SAVE}dcp-async:stall_s")),
+    _at_most("… vs. `dcp.async_save`", 0.35, quotient(_STALL, f"{_SAVE}dcp-async:stall_s")),
     _at_most(
-        "… beside its best stager",
+        "… vs. its best stager",
         1,
         best_of(*(f"{_SAVE}{name}:stall_s" for name in _STAGERS), over=_STALL),
     ),
@@ -243,36 +243,34 @@ GOALS: Sequence[Goal] = (
         quotient(f"{_SAVE}torch_checkpointing:durable_s", f"{_SAVE}holdfast-overlap:durable_s"),
     ),
     _at_most(
-        "slow-down of a training by a save: more than the best peer's",
+        "slow-down of a training by a save: compared with the best peer",
         0,
         _slowdown(_SLOWDOWN),
         _difference,
     ),
     _at_most(
-        "20,000 small tensors: save beside a bare safetensors file",
+        "20,000 small tensors: save vs. a bare safetensors file",
         0.5,
         quotient("metadata/small:save_s", "metadata/small:bare_save_s"),
     ),
-    _at_most(
-        "… load beside it", 0.6, quotient("metadata/small:load_s", "metadata/small:bare_load_s")
-    ),
+    _at_most("… load vs. it", 0.6, quotient("metadata/small:load_s", "metadata/small:bare_load_s")),
     *_loads(
         "verified load in place, 2.5 GB",
         verified="holdfast-in-place",
         unverified="holdfast-in-place-unverified",
     ),
     *_loads(
-        "the same kept apart until all is verified (default)",
+        "the same, verified before anything changes (default)",
         verified="holdfast",
         unverified="holdfast-unverified",
     ),
     _at_most(
-        "90% frozen: time beside a full save",
+        "90% frozen: time vs. a full save",
         0.25,
         quotient(f"{_SAVE}holdfast-frozen:durable_s", _FULL),
     ),
     _at_most(
-        "… bytes written beside a full save",
+        "… bytes written vs. a full save",
         0.11,
         quotient(f"{_SAVE}holdfast-frozen:written_nbytes", f"{_SAVE}holdfast:written_nbytes"),
     ),
@@ -288,16 +286,16 @@ GOALS: Sequence[Goal] = (
     _at_most("100,000 shards: index written", 0.5, value("metadata/index/write:write_s"), _millis),
     _at_most("… read", 0.5, value("metadata/index/read:read_s"), _millis),
     _at_most(
-        "… memory, the more of both",
+        "… memory, the larger of both",
         200 * _MIB,
         worst(*(value(f"metadata/index/{way}:peak_extra_nbytes") for way in ("write", "read"))),
         _mebibytes,
     ),
     _at_most("1,000 checkpoints: `holdfast ls`", 0.5, value("metadata/run/commands:ls_s"), _millis),
     _at_most("… `resume()`", 0.05, value("metadata/run/resume:resume_s"), _millis),
-    _at_most("… manifests that it reads", 1, value("metadata/run/resume:manifests_count"), _count),
+    _at_most("… manifests read", 1, value("metadata/run/resume:manifests_count"), _count),
     _at_most(
-        "`holdfast --help` beside `import torch`",
+        "`holdfast --help` vs. `import torch`",
         0.12,
         quotient("metadata/run/commands:help_s", "metadata/run/commands:import_torch_s"),
     ),
@@ -307,13 +305,13 @@ GOALS: Sequence[Goal] = (
 _CODECS = "codecs/save/"
 CODEC_GOALS: Sequence[Goal] = (
     _at_most(
-        "durable save sealed by AES-256-GCM: beside a plain one",
+        "durable save sealed by AES-256-GCM: vs. a plain one",
         1.25,
         value(f"{_CODECS}disk/aes-256-gcm:save_ratio"),
     ),
     # 1, and what two equal saves differ by.
     _at_most(
-        '`compress="auto"`: durable save beside a plain one, the worse of both stores',
+        '`compress="auto"`: durable save vs. a plain one, the worse of both stores',
         1.05,
         worst(*(value(f"{_CODECS}{where}/auto:save_ratio") for where in ("disk", "slow"))),
     ),
@@ -349,7 +347,7 @@ REMOTE_GOALS: Sequence[Goal] = (
         _mebibytes,
     ),
     _at_most(
-        "slow-down of a training by a save to the store: more than the best peer's",
+        "slow-down of a training by a save to the store: compared with the best peer",
         0,
         _slowdown("remoteslowdown/"),
         _difference,
@@ -359,22 +357,22 @@ REMOTE_GOALS: Sequence[Goal] = (
 
 RANKS_GOALS: Sequence[Goal] = (
     _at_least(
-        "durable save of several ranks: throughput beside bare writers",
+        "durable save of several ranks: throughput vs. bare writers",
         0.9,
         quotient("ranks/save/bare:durable_s", "ranks/save/holdfast:durable_s"),
     ),
     _at_least(
-        "… beside bare writers with O_DIRECT",
+        "… vs. bare writers with O_DIRECT",
         0.9,
         quotient("ranks/save/direct:durable_s", "ranks/save/holdfast:durable_s"),
     ),
     _at_least(
-        "… beside `dcp.save`",
+        "… vs. `dcp.save`",
         1.5,
         quotient("ranks/save/dcp:durable_s", "ranks/save/holdfast:durable_s"),
     ),
     _at_most(
-        "… its stall beside that of `dcp.async_save`",
+        "… stall vs. `dcp.async_save`",
         1 / 3,
         quotient("ranks/save/holdfast:stall_s", "ranks/save/dcp-async:stall_s"),
     ),
@@ -384,7 +382,7 @@ RANKS_GOALS: Sequence[Goal] = (
         quotient("ranks/save/holdfast-overlap:stall_s", "ranks/save/dcp-async:stall_s"),
     ),
     _at_most(
-        "… beside its kept stager",
+        "… vs. its kept stager",
         1.0,
         quotient("ranks/save/holdfast:stall_s", "ranks/save/dcp-async-kept:stall_s"),
     ),
@@ -400,7 +398,7 @@ RANKS_GOALS: Sequence[Goal] = (
         lambda results: results.median("ranks/save/holdfast", "largest_over_mean"),
     ),
     _at_most(
-        "… samples of copies, beside a durable save",
+        "… samples of copies, vs. a durable save",
         0.02,
         quotient("ranks/copies:compared_s", "ranks/copies:durable_s"),
     ),

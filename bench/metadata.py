@@ -361,7 +361,7 @@ def _tables(results: Results) -> list[str]:
             number(results.median(case, "manifests_count"), "{:.0f}"),
         ]
 
-    head = ["what", "time", "plain calls", "beside the other", "extra memory", "manifests read"]
+    head = ["what", "time", "plain calls", "vs. the other", "extra memory", "manifests read"]
     errors = {name: results.error(case) for name, (case, _) in rows.items()}
     return table(head, titles, row, errors)
 

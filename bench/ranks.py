@@ -470,7 +470,7 @@ def _tables(results: Results) -> list[str]:
         *(
             "of O_DIRECT",
             "of dcp.save",
-            "stall beside dcp.async_save",
+            "stall vs. dcp.async_save",
             "written",
             "largest over mean",
         ),

@@ -233,7 +233,7 @@ def _transfers(results: Results, way: str) -> list[str]:
             megabytes(results.median(case, f"{way}_extra_nbytes")),
         ]
 
-    head = [way, "time", "rate", "beside holdfast", "client's processor", "server's processor"]
+    head = [way, "time", "rate", "vs. holdfast", "client's processor", "server's processor"]
     return results_table(results, "remote/", [*head, "extra memory"], titles, row)
 
 

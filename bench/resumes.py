@@ -232,7 +232,7 @@ def _tables(results: Results) -> list[str]:
                 percent(results.ratio((case, "disk_s"), (case, "took_s"))),
             ]
 
-        head = [", ".join(condition), "time", "beside plain", "of disk"]
+        head = [", ".join(condition), "time", "vs. plain", "of disk"]
         lines += [*results_table(results, place, head, titles, row), ""]
     return lines
 

@@ -269,7 +269,7 @@ def _goals() -> Iterator[Goal]:
         form="{:.1%}".format,
     )
     yield Goal(
-        measure="steps beside an open page",
+        measure="training steps with an open page",
         find=value("serve/beside:added"),
         bound=0.01,
         form="{:+.1%}".format,

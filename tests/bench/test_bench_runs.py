@@ -199,7 +199,7 @@ def test_codecs_and_ciphers_are_compared_with_a_plain_save(tmp_path: Path) -> No
     )
     assert _measured(results, "codecs/save/disk/") == {"none again", "auto", "aes-256-gcm"}
     assert _measured(results, "codecs/save/slow/") == {"none again", "auto"}
-    assert "| durable save sealed by AES-256-GCM: beside a plain one | at most 1.25× |" in printed
+    assert "| durable save sealed by AES-256-GCM: vs. a plain one | at most 1.25× |" in printed
     assert "not measured" not in printed
     assert printed.count("| zstd alone, level 3, whole |") == 2
 
