@@ -194,6 +194,17 @@ def test_optimizers_without_state_or_made_for_one_task_are_not_named(warned: War
     assert warned({"model": model}, task) == []
 
 
+def test_new_optimizers_with_the_id_of_a_deleted_one_are_not_named(warned: Warned) -> None:
+    model, optimizers = network(), list[Any]()
+
+    def task() -> None:
+        optimizers.clear()
+        optimizers.append(SGD(model.parameters(), momentum=0.9))
+        stepping(model, *optimizers)()
+
+    assert warned({"model": model}, task) == []
+
+
 def test_an_optimizer_whose_state_is_declared_to_be_none_is_not_named(warned: Warned) -> None:
     model = network()
     optimizer: Any = Adam(model.parameters())

@@ -155,8 +155,14 @@ class StepBoundary:
         self._stepped, self._num_left = (before | now, {}), max(self._num_left - 1, 0)
         if not (self._num_left or self._driven):
             _unregister(self)
-        found = [(now[key][0](), now[key][1]()) for key in before if key in now]
-        return [(one, by) for one, by in found if one is not None and self._may_lack(one, by)]
+        found = [
+            (optimizer, by())
+            for key, (known, by) in now.items()
+            if (optimizer := known()) is not None
+            and key in before
+            and before[key][0]() is optimizer  # and not a new one with the id of a deleted one
+        ]
+        return [(one, by) for one, by in found if self._may_lack(one, by)]
 
     def _may_lack(self, optimizer: Optimizer, scaler: GradScaler | None) -> bool:
         is_plain = scaler is None and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
