@@ -155,12 +155,11 @@ class StepBoundary:
         self._stepped, self._num_left = (before | now, {}), max(self._num_left - 1, 0)
         if not (self._num_left or self._driven):
             _unregister(self)
+        # An optimizer may have the id of a deleted one. Threads that step add to `now`.
         found = [
-            (optimizer, by())
-            for key, (known, by) in now.items()
-            if (optimizer := known()) is not None
-            and key in before
-            and before[key][0]() is optimizer  # and not a new one with the id of a deleted one
+            (optimizer, now[key][1]())
+            for key, (known, _) in before.items()
+            if (optimizer := known()) is not None and key in now and now[key][0]() is optimizer
         ]
         return [(one, by) for one, by in found if self._may_lack(one, by)]
 
