@@ -16,7 +16,7 @@ from holdfast.events import log_event
 from holdfast.store.memory import MemoryStore
 from runs import Recorder, new_run
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 OF_A_LOOP = ("max_duration", "on_failure", "hooks", "stop", "counters", "ranks", "config")
 """Arguments of a manager that a Trainer gives itself."""
 WEIGHTS = SideSaver("weights", every="1h", components=["model"])
