@@ -170,7 +170,7 @@ def test_slurm_restarts_a_training_that_was_killed_within_the_job(
         one.wait_for_progress()
         trainings(one, "train.py")[-1].kill()
         assert one.status() == 0, one.said
-    assert "life 1 ended: SIGKILL" in one.said
+    assert "session 1 ended: SIGKILL" in one.said
     assert not (tmp_path / "scontrol").exists()
     assert_same(root, undisturbed)
 

@@ -50,7 +50,7 @@ def test_each_life_is_listed_with_its_steps_its_place_and_its_end(
     assert first == (os.getpid(), os.uname().nodename, None)
     assert second[2] == folder_of(tmp_path, 2).name
     lines = holdfast("log", tmp_path).out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == ["life", "1", "2", "3"]
+    assert [line.split()[0] for line in lines[1:]] == ["session", "1", "2", "3"]
     columns = [re.split(r" {2,}", line.strip())[3:] for line in lines[1:]]
     assert columns == [
         ["resumed from", "last save", "kept", "ending"],
@@ -75,7 +75,7 @@ def test_what_a_life_has_changed_is_known_after_its_checkpoints_are_deleted(
         (2, 3, 0, ["batch_size: 4 → 2", "layers: [1, 2] → none"]),
         (3, 4, 1, []),
     ]
-    assert "life 2 changed batch_size: 2 → 4" in holdfast("log", tmp_path).out
+    assert "session 2 changed batch_size: 2 → 4" in holdfast("log", tmp_path).out
     shown = holdfast("show", tmp_path, "--json").document["checkpoint"]
     assert shown["config"]["batch_size"] == "2"
     assert [change["epoch"] for change in shown["changes"]] == [2, 3]
@@ -98,7 +98,7 @@ def test_a_process_that_was_killed_is_told_from_one_that_ended(
         manager.resume()
         assert lives(holdfast, tmp_path, "ending", "to_step") == [("failed", 1), ("running", None)]
         killed, running = holdfast("log", tmp_path).out.splitlines()[2:]
-        assert re.split(r" {2,}", killed)[-3:] == ["1", "1", "ended without closing"]
+        assert re.split(r" {2,}", killed)[-3:] == ["1", "1", "crashed or killed"]
         assert re.split(r" {2,}", running)[-4:] == ["step 1", "–", "0", "running"]
 
 

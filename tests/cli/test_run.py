@@ -77,9 +77,9 @@ def test_it_gives_up_with_a_table_when_there_is_no_progress(
     result = holdfast("run", *once, *doomed(root, 5, 0, "kill"))
     assert (result.code, result.out) == (4, "")
     told = result.err.splitlines()
-    assert "life 1 ended: SIGKILL" in told[0]
+    assert "session 1 ended: SIGKILL" in told[0]
     assert "step 1 to 1, no progress (1 in a row); next in 0.0 s" in told[0]
-    assert told[1].split("  ")[0] == "life"
+    assert told[1].split("  ")[0] == "session"
     assert [line.split()[:2] + line.split()[3:] for line in told[2:4]] == [
         ["1", "SIGKILL", "1", "1", "no"],
         ["2", "SIGKILL", "1", "1", "no"],
@@ -144,7 +144,7 @@ def test_without_a_root_a_long_life_is_progress(holdfast: Command, tmp_path: Pat
     options = ("--max-failures", 1, "--progress-after", "0")
     result = holdfast("run", *NO_PAUSE, *options, "sh", "-c", script, tmp_path / "count")
     assert result.code == 0
-    assert result.err.endswith("holdfast: finished in life 4\n")
+    assert result.err.endswith("holdfast: finished in session 4\n")
 
 
 @pytest.mark.parametrize(

@@ -122,12 +122,12 @@ def test_a_checkpoint_shows_its_manifest_and_finds_its_tensors(page: Page, run_r
     text = text_of(page.whole(f"/r/run/c/{newest}"))
     assert "a resume takes this one" in text
     assert "tags paper" in text
-    assert "life 2, save 1" in text
+    assert "session 2, save 1" in text
     older = folder_of(run_root, 200).name
-    assert f"before it {older} its life resumed from {older} took" in text
+    assert f"before it {older} its session resumed from {older} took" in text
     first, second = (folder_of(run_root, step).name for step in (100, 200))
     whole = page.whole(f"/r/run/c/{second}")
-    assert f"before it {first} its life resumed from the beginning took" in text_of(whole)
+    assert f"before it {first} its session resumed from the beginning took" in text_of(whole)
     assert f"/r/run/compare?a={first}&amp;b={second}" in whole
     whole = text_of(page.whole(f"/r/run/c/{newest}/tensors"))
     assert "model:0.weight F32 16×8 512" in whole

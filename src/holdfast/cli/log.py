@@ -26,7 +26,7 @@ from holdfast.store.base import Store
 from holdfast.threads.gc_pause import collector_paused
 
 ENDINGS: Mapping[Ending, str] = {
-    "failed": "ended without closing",
+    "failed": "crashed or killed",
     "continued": "continued by the same process",
 }
 """Texts for people of endings whose words alone do not say what happened."""
@@ -231,14 +231,14 @@ def _parts(
     saves: bool,
 ) -> list[str | TextTable]:
     table = TextTable(
-        columns=("life", "began (UTC)", "where", "resumed from", "last save", "kept", "ending"),
+        columns=("session", "began (UTC)", "where", "resumed from", "last save", "kept", "ending"),
         rows=[_row(life) for life in lives],
         right=frozenset({0, 4, 5}),
         whole=frozenset({0, 3, 4}),
     )
-    lines = [f"life {life.epoch} changed {change}" for life in lives for change in life.changes]
+    lines = [f"session {life.epoch} changed {change}" for life in lives for change in life.changes]
     purposes = ((life.epoch, life.claim.purpose) for life in lives if life.claim is not None)
-    lines += [f"life {epoch} {purpose}" for epoch, purpose in purposes if purpose]
+    lines += [f"session {epoch} {purpose}" for epoch, purpose in purposes if purpose]
     more = [_table_of_saves(lives)] if saves else []
     return [
         store.url,
@@ -252,7 +252,7 @@ def _parts(
 def _table_of_saves(lives: Sequence[_Life]) -> TextTable:
     return TextTable(
         columns=(
-            *("life", "step", "folder", "saved (UTC)", "class", "reason"),
+            *("session", "step", "folder", "saved (UTC)", "class", "reason"),
             *("stall", "write", "upload", "new", "linked", "now"),
         ),
         rows=[

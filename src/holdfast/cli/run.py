@@ -109,7 +109,7 @@ def _report(life: ChildLife) -> None:
         return
     progress = "" if life.has_progressed else f", no progress ({life.failures} in a row)"
     say(
-        f"life {life.number} ended: {life.ending}, after {life.ending.duration_s:.1f} s, "
+        f"session {life.number} ended: {life.ending}, after {life.ending.duration_s:.1f} s, "
         f"{_steps(life)}{progress}; next in {life.restart_in_s:.1f} s"
     )
 
@@ -158,7 +158,7 @@ def _summary(result: Supervised, code: int) -> dict[str, Any]:
 
 def _show(result: Supervised) -> None:
     table = TextTable(
-        columns=("life", "ended with", "seconds", "from step", "to step", "progress"),
+        columns=("session", "ended with", "seconds", "from step", "to step", "progress"),
         rows=[_row(life) for life in result.lives],
         right=frozenset({0, 2, 3, 4}),
     )
@@ -181,9 +181,9 @@ def _row(life: ChildLife) -> tuple[str, ...]:
 def _verdict(result: Supervised) -> str:
     last = result.lives[-1]
     if result.outcome is SupervisionOutcome.FINISHED:
-        return f"finished in life {last.number}"
+        return f"finished in session {last.number}"
     if result.outcome is SupervisionOutcome.REQUEUE:
         return f"status {result.code}: to be run again by its scheduler"
     if result.outcome is SupervisionOutcome.STOPPED:
-        return f"stopped in or after life {last.number}, as a signal asked"
+        return f"stopped by a signal in or after session {last.number}"
     return f"gave up: {last.failures} in a row made no progress; the last ended with {last.ending}"
