@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from tests.mistakes.table import Answer, Case
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "mistakes.md"
 MARK = "<!-- The rest is written by `python -m tests.mistakes`. -->\n"
+LONGEST = 80
+"""Characters of a message on the page: enough to find it."""
 SELF_EXPLANATORY = ("UsageError", "NoCheckpoint", "MismatchError", "exit")
 """Answers that name the wrong value and the right ones, so that nobody looks them up."""
 
@@ -21,7 +24,8 @@ def message(answer: Answer) -> str:
     sentence = re.split(r"(?<=\S[.]) (?=[A-Z])", answer.text)[0].rstrip(".")
     sentence = re.sub(r"(…/runs/\w+/)?step-[\d.-]+…/", "…/", sentence)
     sentence = re.sub(r"^(…/runs/\w+|step-[\d.-]+…)(: | cannot be used: )", "", sentence)
-    return f"| {_cell(sentence)} | {answer.kind} |"
+    beginning = textwrap.shorten(sentence, LONGEST, placeholder="…")
+    return f"| {_cell(beginning)} | {answer.kind} |"
 
 
 def tables(rows: Iterable[tuple[Case, Answer]]) -> str:
