@@ -414,3 +414,15 @@ def test_ranks_load_with_the_same_names_or_not_at_all(odd: int | None) -> None:
 
     said = all_of(on_ranks(2, work))
     assert all("rename=None" in one for one in said) if odd else said == ["loaded"] * 2
+
+
+def test_names_of_a_load_may_have_another_order_on_each_rank() -> None:
+    store = MemoryStore()
+
+    def work(member: Member) -> int:
+        with member.manager(store, save_timeout_s=LONG_S) as manager:
+            manager.save(1).wait()
+            names = ["model.0", "model.1"][:: -1 if member.rank else 1]
+            return manager.load(rename={name: name for name in names}).step
+
+    assert all_of(on_ranks(2, work)) == [1, 1]

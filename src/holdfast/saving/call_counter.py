@@ -7,7 +7,7 @@ that raises on one rank alone, for instance because of a wrong argument, must co
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Literal, TypeVar, cast
@@ -126,4 +126,6 @@ def _arguments(method: Callable[..., Any], *args: Any, **named: Any) -> dict[str
 def _text(value: object) -> str:
     if isinstance(value, list | tuple | set | frozenset):
         return repr(sorted(map(str, value)))
+    if isinstance(value, Mapping):  # in any order, as of a comprehension over a set
+        return repr(dict(sorted(value.items(), key=str)))
     return as_text(value) if callable(value) else repr(value)
