@@ -648,7 +648,7 @@ class CheckpointManager(Marking):
         self._warnings.of_lacks()
         self._emit(
             "resumed",
-            f"goes on at step {found.entry.step}: resumed {found.entry.folder}",
+            f"resuming from step {found.entry.step}: {found.entry.folder}",
             step=found.entry.step,
             folder=found.entry.folder,
             rejected=reader.rejected,

@@ -517,17 +517,17 @@ def test_a_person_sees_where_a_fit_begins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(tmp_path / "run", max_steps=2)
-    assert f"holdfast: begins anew: {tmp_path / 'run'} has no" in capsys.readouterr().err
+    assert f"holdfast: starting a new run: {tmp_path / 'run'} has no" in capsys.readouterr().err
     fit(tmp_path / "run", max_steps=3)
-    assert "holdfast: goes on at step 2: resumed" in capsys.readouterr().err
+    assert "holdfast: resuming from step 2: " in capsys.readouterr().err
     fit(tmp_path / "new", max_steps=3, ckpt_path=str(tmp_path / "run"))
-    assert f"and begins with {tmp_path / 'run'}" in capsys.readouterr().err
+    assert f"starting from {tmp_path / 'run'}" in capsys.readouterr().err
     logging.getLogger("holdfast").setLevel(logging.WARNING)
     try:
         fit(tmp_path / "run", max_steps=4)
     finally:
         logging.getLogger("holdfast").setLevel(logging.NOTSET)
-    assert "goes on" not in capsys.readouterr().err
+    assert "resuming from" not in capsys.readouterr().err
 
 
 def test_a_plain_loop_goes_on_and_back(tmp_path: Path) -> None:

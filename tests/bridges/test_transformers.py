@@ -351,7 +351,7 @@ def test_tokens_per_second_are_of_this_life(tmp_path: Path) -> None:
 def test_a_person_sees_where_a_training_begins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for goal, said in ((2, "begins anew: "), (3, "goes on at step 2: resumed ")):
+    for goal, said in ((2, "starting a new run: "), (3, "resuming from step 2: ")):
         trainer(tmp_path / "run", max_steps=goal, sinks=(holdfast.events.log_event,)).train()
         assert f"holdfast: {said}" in capsys.readouterr().err
 

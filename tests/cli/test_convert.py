@@ -97,7 +97,7 @@ def test_an_export_says_how_its_file_is_loaded(tmp_path: Path, holdfast: Any) ->
         "export", tmp_path / "run", out, "--to", "safetensors", "--component", "model"
     ).out.splitlines()[1:]
     assert tied.startswith("1.weight: tied to 0.weight, under which it is written: load by")
-    assert left_out == "left out: n, rng: the file holds the weights of one component"
+    assert left_out == "skipped: n, rng: the file holds the weights of one component"
     with pytest.raises(RuntimeError, match="Missing key"):
         model.load_state_dict(load_file(out))
     assert load.startswith("load it: ")

@@ -47,7 +47,7 @@ def test_uncommitted_attempts_go_and_checkpoints_stay(
     result = holdfast("gc", root)
     assert result.code == 0
     assert f"removed {unfinished.name}: never committed" in result.out
-    assert "given back" in result.out
+    assert "freed" in result.out
     assert not unfinished.exists()
     assert holdfast("verify", root).out.count("ok  ") == 2
     assert holdfast("gc", root).out == "nothing to remove\n"
@@ -60,7 +60,7 @@ def test_a_dry_run_says_the_same_and_touches_nothing(
     planned = holdfast("gc", root, "--dry-run", "--json").document
     assert sorted(root.rglob("*")) == before
     assert f"would remove {unfinished.name}" in holdfast("gc", root, "--dry-run").out
-    assert "to give back" in holdfast("gc", root, "--dry-run").out
+    assert "would be freed" in holdfast("gc", root, "--dry-run").out
     assert sorted(root.rglob("*")) == before
     done = holdfast("gc", root, "--json").document
     assert (planned.pop("dry_run"), done.pop("dry_run")) == (True, False)

@@ -211,7 +211,7 @@ def test_diff_leaves_out_what_patterns_name(holdfast: Holdfast, twins: tuple[Pat
     text = holdfast("diff", *twins, *ignore)
     assert (text.code, text.out.splitlines()[2:]) == (
         0,
-        ["2 tensors are equal (2 by their digests)", f"left out: {', '.join(patterns)}"],
+        ["2 tensors are equal (2 by their digests)", f"ignored: {', '.join(patterns)}"],
     )
     found = answer(DiffAnswer, holdfast("diff", *twins, *ignore, "--json"))
     assert (found.equal, found.ignored, found.values) == (True, patterns, ())

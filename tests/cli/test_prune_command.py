@@ -46,7 +46,7 @@ def test_every_checkpoint_is_listed_with_what_and_why(holdfast: Command, unmarke
         ("200", "keep", "tagged paper"),
         ("100", "keep", "pinned"),
     ]
-    assert result.out.endswith(" given back\n")
+    assert result.out.endswith(" freed\n")
     left = [entry.step for entry in Catalog(LocalStore(unmarked)).checkpoints()]
     assert left == [500, 200, 100]
     assert holdfast("verify", unmarked).code == 0
@@ -58,7 +58,7 @@ def test_a_dry_run_says_the_same_and_touches_nothing(holdfast: Command, unmarked
     planned = holdfast("prune", unmarked, "--keep", keep, "--dry-run", "--json").document
     assert sorted((path, path.stat().st_mtime_ns) for path in unmarked.rglob("*")) == before
     text = holdfast("prune", unmarked, "--keep", keep, "--dry-run").out
-    assert "to give back" in text
+    assert "would be freed" in text
     done = holdfast("prune", unmarked, "--keep", keep, "--json").document
     assert planned["checkpoints"] == done["checkpoints"]
     assert planned["nbytes"] == done["nbytes"]

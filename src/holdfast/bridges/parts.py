@@ -97,11 +97,11 @@ def say_start(
     if is_logged and not (resumed is None and begun_with):
         return  # the manager has logged it
     if resumed is not None:
-        text = f"goes on at step {resumed.step}: resumed {resumed.path}"
+        text = f"resuming from step {resumed.step}: {resumed.path}"
     elif begun_with:
-        text = f"{manager.store.url} is empty, and begins with {begun_with}"
+        text = f"starting from {begun_with}: {manager.store.url} has no checkpoint"
     else:
-        text = f"begins anew: {manager.store.url} has no checkpoint to go on from"
+        text = f"starting a new run: {manager.store.url} has no checkpoint to resume from"
     if is_logged:
         logger.info("%s", without_secrets(text))
     elif logger.level <= logging.INFO and sys.stderr is not None:

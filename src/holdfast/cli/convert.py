@@ -385,7 +385,7 @@ def lines_left_out(left_out: Sequence[LeftOut]) -> list[str]:
     paths: dict[str, list[str]] = {}
     for left in left_out[:_SHOWN]:
         paths.setdefault(left.why, []).append(left.path)
-    lines = [f"left out: {', '.join(names)}: {why}" for why, names in paths.items()]
+    lines = [f"skipped: {', '.join(names)}: {why}" for why, names in paths.items()]
     if len(left_out) > _SHOWN:
-        lines.append(f"left out: {len(left_out) - _SHOWN} more; --json lists them all")
+        lines.append(f"skipped: {len(left_out) - _SHOWN} more; --json lists them all")
     return lines

@@ -239,7 +239,7 @@ def _answer(
         whole=frozenset({0, 1, 2, 3, 4}),
     )
     lines = [
-        f"{'FAILED' if item.outcome == 'failed' else 'left out:'} {item.folder}: {item.why}"
+        f"{'FAILED' if item.outcome == 'failed' else 'skipped:'} {item.folder}: {item.why}"
         for item in done
         if item.why is not None
     ]

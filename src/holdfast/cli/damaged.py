@@ -58,7 +58,7 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
         end = f"kept: {why}"
     else:
         marker = "; a marker stays, as after `holdfast gc`" if has_marker else ""
-        end = f"deleted; {size(damaged.nbytes)} given back{marker}"
+        end = f"deleted; {size(damaged.nbytes)} freed{marker}"
     code = Code.OK if why == "" else Code.FOUND
     return Answer(
         document=of(GcDamaged, document),

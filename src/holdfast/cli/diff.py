@@ -93,7 +93,7 @@ def diff(
         _verdict(found, len(beyond), fail_above, len(timings)),
         *(_seeding(found, others, [] if components else models) if is_one_step else []),
         *_of_timings(timings),
-        *([f"left out: {', '.join(ignored)}"] if ignored else []),
+        *([f"ignored: {', '.join(ignored)}"] if ignored else []),
     ]
     return Answer(document=answer, parts=parts, code=Code.OK if is_equal else Code.FOUND)
 

@@ -72,7 +72,7 @@ def _lines(report: GcReport, root: str, dry_run: bool) -> list[str]:
     lines += [f"kept {folder}: {why}" for folder, why in report.kept]
     lines += [f"FAILED {folder}: {why}" for folder, why in report.failed]
     lines += [f"to look at {name}: holdfast gc {root} --damaged {name}" for name in report.damaged]
-    total = f"{size(report.nbytes)} {'to give' if dry_run else 'given'} back"
+    total = f"{size(report.nbytes)} {'would be ' if dry_run else ''}freed"
     return [*lines, total if lines else "nothing to remove", *_marker_lines(report, root)]
 
 

@@ -74,7 +74,7 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     lines = [f"kept, {unread_line(folder, error)}" for folder, error in unread]
     lines += [f"kept, {why}: {folder}" for folder, why in report.postponed]
     lines += [f"FAILED {folder}: {why}" for folder, why in report.failed]
-    lines.append(f"{size(nbytes)} {'to give' if dry_run else 'given'} back")
+    lines.append(f"{size(nbytes)} {'would be ' if dry_run else ''}freed")
     code = Code.FOUND if report.failed else Code.OK
     return Answer(document=of(Prune, document), parts=[table, *lines], code=code)
 

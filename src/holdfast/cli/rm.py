@@ -225,8 +225,8 @@ def _objections(asked: DeletionPlan, leave: Leave) -> list[str]:
 def _expect_leave(asked: DeletionPlan, leave: Leave) -> None:
     if objections := _objections(asked, leave):
         raise UsageError(
-            f"{asked.entry.folder} (step {asked.entry.step}): nothing was deleted, for "
-            f"{'; '.join(objections)}. The option in brackets deletes it all the same"
+            f"{asked.entry.folder} (step {asked.entry.step}): not deleted: "
+            f"{'; '.join(objections)}. Pass the option in parentheses to delete it anyway"
         )
 
 
@@ -293,9 +293,9 @@ def _answer(
         warnings=tuple(warnings),
     )
     if is_done:
-        end = f"done; {size(asked.nbytes)} given back"
+        end = f"done; {size(asked.nbytes)} freed"
     elif kept_because is None:
-        end = f"{size(asked.nbytes)} to give back; nothing was deleted"
+        end = f"{size(asked.nbytes)} would be freed; nothing was deleted"
     else:
         end = f"nothing was deleted: {kept_because}"
     is_kept = kept_because is not None

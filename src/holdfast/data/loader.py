@@ -442,7 +442,7 @@ class Loader(Feed):
         num_left_out = min(batch * batch_size, in_lap) - num_taken
         note = (
             f"a batch of all ranks was of {stored['batch_size']} samples and is of "
-            f"{batch_size} here, so epoch {epoch} goes on at batch {batch} in "
+            f"{batch_size} here, so epoch {epoch} resumes at batch {batch} in "
             f"place of {stored['batch']}"
         )
         if num_left_out > 0:

@@ -34,8 +34,8 @@ _NOTES: dict[Bound, str] = {
     "optimum": "",
     "overhead_cap": "; longer than the optimum, for the cap",
     "one_save_at_a_time": "; as long as a save is written",
-    "at_least": "; not more often, as at_least says",
-    "at_most": "; not less often, as at_most says",
+    "at_least": "; limited by at_least",
+    "at_most": "; limited by at_most",
 }
 
 

@@ -234,7 +234,7 @@ def _check_intervals(permanent: Every, ephemeral: Every, cooldown: Time | None) 
         farthest = permanent.size - gcd(permanent.size, ephemeral.size)
         if cooldown.value > farthest:
             raise UsageError(
-                f"SavePolicy: cooldown={str(cooldown)!r} leaves out all of {str(ephemeral)!r}; "
+                f"SavePolicy: cooldown={str(cooldown)!r} drops every save of {str(ephemeral)!r}; "
                 f"at most '{farthest}step'"
             )
 
@@ -246,7 +246,7 @@ def _check_cooldown(permanent: Every, cooldown: Time | None) -> None:
         and cooldown.value >= permanent.size
     ):
         raise UsageError(
-            f"SavePolicy: cooldown={str(cooldown)!r} leaves out all ephemeral saves; it must be "
+            f"SavePolicy: cooldown={str(cooldown)!r} drops all ephemeral saves; it must be "
             f"shorter than permanent={str(permanent)!r}"
         )
 
