@@ -106,8 +106,8 @@ def test_a_load_of_parts_keeps_the_bookkeeping_and_says_what_it_left(tmp_path: P
         loaded = manager.load(include=["model", "counters"], skip=["model.*.bias"])
     assert loaded.step == 2
     assert loaded.notes == (
-        "not loaded, as asked: optimizer, scheduler, rng",
-        "model: left as it is, as asked: 0.bias, 1.bias, 4.bias",
+        "not selected: optimizer, scheduler, rng",
+        "model: not selected, unchanged: 0.bias, 1.bias, 4.bias",
     )
     assert torch.equal(other.model[0].weight, run.model[0].weight)
     assert not torch.equal(other.model[0].bias, run.model[0].bias)
@@ -292,7 +292,7 @@ def test_without_strict_the_report_has_everything_and_nothing_is_guessed(tmp_pat
     before = mine["net"][0].weight.detach().clone()
     loaded = load_weights(tmp_path, mine, strict=False)
     assert torch.equal(mine["net"][0].weight, before)
-    assert "model.net.0.weight: not in the checkpoint, left as it is" in loaded.notes
+    assert "model.net.0.weight: not in the checkpoint, unchanged" in loaded.notes
     assert "model.1.bias: in the checkpoint only, not loaded" in loaded.notes
 
 

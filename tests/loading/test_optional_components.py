@@ -75,7 +75,7 @@ def test_a_component_that_is_new_stays_as_it_is(
         assert found is not None
         assert other.bits() == run.bits()
         assert (found.step, found.new) == (2, ("ema",))
-        assert "ema: not in the checkpoint, stays as it is" in found.notes
+        assert "ema: not in the checkpoint, unchanged" in found.notes
         assert torch.equal(ema.weight, extra().weight)
         after = manager.save(3, wait=True)
         assert after.wait().left_out == ()
@@ -191,7 +191,7 @@ def test_a_hook_allows_what_it_likes(tmp_path: Path) -> None:
     assert found.new == ("ema",)
     assert sorted({*asked}) == ["ema", "old"]
     assert [event.message.partition(": ")[2] for event in recorder.of("warning")] == [
-        "ema: not in the checkpoint, stays as it is",
+        "ema: not in the checkpoint, unchanged",
         "old: in the checkpoint only, not loaded",
     ]
 

@@ -236,7 +236,7 @@ def test_a_run_goes_on_without_generators_and_says_so(by_hook: bool) -> None:
         assert found is not None
         assert (found.step, found.left_out) == (2, ("rng",))
         assert [note for note in found.notes if "rng" in note] == [
-            "saved without rng, which stays as it is"
+            "saved without rng, which is unchanged"
         ]
         assert torch.equal(torch.get_rng_state(), generators)
         assert story.run.bits() == before

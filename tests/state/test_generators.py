@@ -269,7 +269,7 @@ def test_accelerators_that_are_not_here_and_other_versions_are_notes() -> None:
 
     prepared = changed_rng(image({"data": {}}), change).prepare({"data": {}})
     assert prepared.notes[0] == "rng.devices.npu.0: no such generator here, not restored"
-    assert prepared.notes[2] == "rng.numpy: not in the checkpoint, left as it is"
+    assert prepared.notes[2] == "rng.numpy: not in the checkpoint, unchanged"
     assert "saved under numpy 1.0" in prepared.notes[3]
 
 

@@ -561,7 +561,7 @@ def test_a_load_that_is_not_strict_says_what_it_left_out() -> None:
     kept = resumed[5].weight.clone()
     prepared = image({"model": original}).load({"model": resumed}, strict=False)
     assert prepared.notes == (
-        "model.5.weight: not in the checkpoint, left as it is",
+        "model.5.weight: not in the checkpoint, unchanged",
         "model.gone.weight: in the checkpoint only, not loaded",
     )
     assert "gone.weight" not in prepared.needed["model"]

@@ -94,7 +94,7 @@ def test_components_that_only_one_side_has_are_listed() -> None:
     assert caught.value.unexpected == ["stored (the whole component)"]
     prepared = saved.prepare(state, strict=False)
     assert prepared.notes == (
-        "live (the whole component): not in the checkpoint, left as it is",
+        "live (the whole component): not in the checkpoint, unchanged",
         "stored (the whole component): in the checkpoint only, not loaded",
     )
 

@@ -200,8 +200,8 @@ def test_a_load_of_parts_says_what_it_left_alone() -> None:
         whole(1), skip=["optimizer", "model.*.weight"], include=["model", "optimizer", "progress"]
     )
     assert prepared.notes == (
-        "not loaded, as asked: optimizer, sampler, rng",
-        "model: left as it is, as asked: 0.weight, 1.weight",
+        "not selected: optimizer, sampler, rng",
+        "model: not selected, unchanged: 0.weight, 1.weight",
     )
 
 
@@ -277,7 +277,7 @@ def test_strict_holds_for_what_is_included_in_every_component() -> None:
         image(stored).prepare(live, include=["model.2", "optimizer.2.weight"])
     assert caught.value.missing == ["model.2.weight", "model.2.bias", "optimizer.2.weight"]
     prepared = image(stored).prepare(live, strict=False)
-    assert "model.2.bias: not in the checkpoint, left as it is" in prepared.notes
+    assert "model.2.bias: not in the checkpoint, unchanged" in prepared.notes
     image(stored).prepare(live, include=["model", "optimizer"], skip=["model.2", "optimizer.2"])
 
 

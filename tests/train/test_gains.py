@@ -74,11 +74,11 @@ def test_a_run_gains_a_component(kind: str, tmp_path: Path) -> None:
         make(root, scheduler=None).fit(3)
     first = make(straight, **options(kind))
     outcome = first.fit(8)
-    assert f"{NAMES[kind]}: not in the checkpoint, stays as it is" in outcome.notes
+    assert f"{NAMES[kind]}: not in the checkpoint, unchanged" in outcome.notes
     make(killed, **options(kind)).fit(5)
     second = make(killed, **options(kind))
     again = second.fit(8)
-    assert not any("stays as it is" in note for note in again.notes)
+    assert not any("not in the checkpoint, unchanged" in note for note in again.notes)
     for name, value in weights(first).items():
         assert torch.equal(value, weights(second)[name]), name
     assert first.optimizer.param_groups[0]["lr"] == second.optimizer.param_groups[0]["lr"]

@@ -116,7 +116,7 @@ class SkippedComponents:
     def notes(self) -> tuple[str, ...]:
         """Text for each of these components that says what the load did."""
         return (
-            *(f"{name}: not in the checkpoint, stays as it is" for name in self.new),
+            *(f"{name}: not in the checkpoint, unchanged" for name in self.new),
             *(f"{name}: in the checkpoint only, not loaded" for name in self.without),
         )
 

@@ -247,7 +247,7 @@ def prepare(
         is_named = components is not None or bool(include)
         chosen = {n: p for n, p in plans.items() if is_named or not isinstance(p, RngPlan)}
         _expect_a_choice(chosen, stored, selection, components, everything)
-    problems.notes += [f"saved without {name}, which stays as it is" for name in unsaved]
+    problems.notes += [f"saved without {name}, which is unchanged" for name in unsaved]
     return Prepared(
         plans,
         _module_tensors(state),
@@ -332,7 +332,7 @@ def _report_selection(
         raise UsageError("; ".join(lost))
     omitted = [name for name in everything if name not in wanted]
     if omitted:
-        problems.notes.append(f"not loaded, as asked: {', '.join(omitted)}")
+        problems.notes.append(f"not selected: {', '.join(omitted)}")
     problems.notes += [*wishes.selection.notes(planned), *lost]
 
 

@@ -542,7 +542,7 @@ class ModulePlan(LoadPlan):
         if self._is_strict and (missing or unexpected):
             raise self._refused("")
         for names, why in (
-            (missing, "not in the checkpoint, left as it is"),
+            (missing, "not in the checkpoint, unchanged"),
             (unexpected, NOT_LOADED),
         ):
             for name in names:

@@ -101,7 +101,7 @@ class Selection:
     def notes(self, components: Collection[str]) -> list[str]:
         """List a message about the excluded leaves of each component."""
         return [
-            f"{component}: left as it is, as asked: {shortened([name or 'all' for name in left])}"
+            f"{component}: not selected, unchanged: {shortened([name or 'all' for name in left])}"
             for component, left in self._left.items()
             if component in components
         ]
@@ -175,7 +175,7 @@ class Problems:
             missing=tuple(filter(tolerates, self.missing)),
             unexpected=tuple(filter(tolerates, self.unexpected)),
         )
-        self.notes += [f"{path}: not in the checkpoint, left as it is" for path in found.missing]
+        self.notes += [f"{path}: not in the checkpoint, unchanged" for path in found.missing]
         self.notes += [f"{path}: {NOT_LOADED}" for path in found.unexpected]
         self.missing = [path for path in self.missing if path not in found.missing]
         self.unexpected = [path for path in self.unexpected if path not in found.unexpected]

@@ -162,7 +162,7 @@ def test_a_fork_takes_what_the_checkpoint_lacks_as_a_resume_does(tmp_path: Path)
     trained(tmp_path / "old", 3, ema=None)
     fork = new(tmp_path / "new")
     outcome = fork.fit(3, start_from=tmp_path / "old")
-    assert "ema: not in the checkpoint, stays as it is" in outcome.notes
+    assert "ema: not in the checkpoint, unchanged" in outcome.notes
     assert fork.ema is not None
     for average, live in zip(fork.ema.model.parameters(), fork.model.parameters(), strict=True):
         assert torch.equal(average, live)

@@ -287,7 +287,7 @@ class RngPlan(LoadPlan):
             self._plans.append(plan)
         for name in live.keys() - nodes.keys():
             if not wishes.selection.leaves(RNG, name):
-                problems.notes.append(f"{RNG}.{name}: not in the checkpoint, left as it is")
+                problems.notes.append(f"{RNG}.{name}: not in the checkpoint, unchanged")
         problems.notes += _other_versions(stored.get("versions"), globals_["versions"])
 
     @property
