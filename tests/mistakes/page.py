@@ -25,6 +25,8 @@ def message(answer: Answer) -> str:
     sentence = re.sub(r"(…/runs/\w+/)?step-[\d.-]+…/", "…/", sentence)
     sentence = re.sub(r"^(…/runs/\w+|step-[\d.-]+…)(: | cannot be used: )", "", sentence)
     beginning = textwrap.shorten(sentence, LONGEST, placeholder="…")
+    if beginning.count("`") % 2:  # cut within code
+        beginning = beginning.replace("`", "")
     return f"| {_cell(beginning)} | {answer.kind} |"
 
 
