@@ -211,8 +211,18 @@ def test_a_users_file_with_the_name_of_a_mark_drops_nothing() -> None:
         thin(store, folder, ["optimizer"], epoch=1, reason="late", readers=Readers(store))
     manager.close()
     assert store.get(mine) == b'{"mine": 1}'
-    store.delete(mine)
-    assert verify(store, folder).ok
+
+
+def test_users_files_with_the_names_of_marks_are_not_damage(
+    thinned: tuple[MemoryStore, Run, Recorder],
+) -> None:
+    store = thinned[0]
+    folder = entry_at(store, 1).folder
+    for name in (layout.thinned_name("model", 7), layout.retired_name(7)):
+        store.put(f"{folder}/{name}", b"mine")
+        report = verify(store, folder)
+        assert report.ok
+        assert f"{name} is not listed in the manifest" in report.notes
 
 
 def test_a_fenced_off_thinner_removes_nothing() -> None:

@@ -157,3 +157,13 @@ def test_what_retention_takes_meanwhile_is_no_damage(
         assert not any(
             problem.file in file for problem in verify(store, folder, progress=retire).problems
         )
+
+
+def test_a_users_file_with_the_name_of_a_mark_hides_no_missing_file() -> None:
+    store = MemoryStore()
+    saved(store, 1)
+    (folder,) = folders(store)
+    store.put(f"{folder}/{layout.thinned_name('c0', 1)}", b"mine")
+    assert verify(store, folder).ok
+    store.delete(largest(store))
+    assert not verify(store, folder).ok

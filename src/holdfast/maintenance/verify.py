@@ -514,7 +514,7 @@ class _Inspection:
     def _check_sidecars(self, manifest: Manifest | None) -> None:
         """Check the sidecars, and note files that the manifest does not list."""
         for name in self._reader.names():
-            decode = _sidecar_decoder(name)
+            decode = None if self._reader.is_of_user(name) else _sidecar_decoder(name)
             is_box = layout.parse_keys(name) is not None
             if decode is not None and not (is_box and sealed(self._store) is None):
                 check = partial(_unless_mark, decode)

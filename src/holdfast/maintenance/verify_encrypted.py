@@ -52,18 +52,18 @@ def scrub(store: Store, folder: str, *, progress: Progress | None = None) -> Ver
 def _has_lost_components(reader: FolderReader, names: Sequence[str]) -> bool:
     with suppress(MissingKey):
         reader.manifest()
-    return _dropped(reader.names()) != _dropped(names)
+    return _dropped(reader, reader.names()) != _dropped(reader, names)
 
 
-def _dropped(names: Sequence[str]) -> set[str]:
-    return {name for name in names if layout.parse_thinned(name) is not None}
+def _dropped(reader: FolderReader, names: Sequence[str]) -> set[str]:
+    return {name for name in names if layout.parse_thinned(name) and not reader.is_of_user(name)}
 
 
 def _scrubbed(
     reader: FolderReader, folder: str, names: tuple[str, ...], progress: Progress | None
 ) -> VerifyReport:
     visible = reader.decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_visible)
-    dropped = bool(_dropped(names))
+    dropped = bool(_dropped(reader, names))
     problems, notes = [*_sidecars(reader, names)], [NOTE]
     if dropped:
         notes.append("retention has dropped components of it, and which files these had is sealed")

@@ -39,7 +39,7 @@ from holdfast.format.manifest import (
 from holdfast.format.tensors import header_nbytes
 from holdfast.loading.block_reader import FileBlocks, decode_block, read_block
 from holdfast.root.catalog import Catalog
-from holdfast.root.documents import read_document
+from holdfast.root.documents import is_own_mark, read_document
 from holdfast.store.base import Store
 from holdfast.threads.buffers import Buffers
 from holdfast.threads.pools import NUM_AHEAD, Threads
@@ -190,6 +190,11 @@ class FolderReader:
     def names(self) -> tuple[str, ...]:
         """Return the names in the folder; those of folders end with a slash."""
         return again(lambda: self._store.children(self._folder))
+
+    def is_of_user(self, name: str) -> bool:
+        """Whether a file has the name of a mark and was not written by Holdfast."""
+        is_mark = layout.parse_retired(name) is not None or layout.parse_thinned(name) is not None
+        return is_mark and not again(lambda: is_own_mark(self._store, f"{self._folder}/{name}"))
 
     def size(self, file: str) -> int:
         """Return the length of a file in bytes."""
