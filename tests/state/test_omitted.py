@@ -182,6 +182,30 @@ def test_a_scheduler_whose_state_the_script_keeps_in_a_dict_is_not_named(warned:
     assert warned(state, stepping(model, optimizer), scheduler.step) == []
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda scaler, scheduler: {"amp": scaler.state_dict(), "lr": scheduler.state_dict()},
+        lambda scaler, scheduler: {"all": [scaler.state_dict(), {"lr": scheduler.state_dict()}]},
+    ],
+    ids=["dict", "list"],
+)
+def test_state_dicts_anywhere_in_the_state_are_found(warned: Warned, extra: Any) -> None:
+    model = network()
+    optimizer, scaler = Adam(model.parameters()), torch.amp.GradScaler("cpu")
+    scheduler = StepLR(optimizer, 1)
+    state: State = {"model": model, "optimizer": optimizer, "extra": {}}
+
+    def step() -> None:
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        state["extra"].update(extra(scaler, scheduler))
+
+    assert warned(state, step) == []
+
+
 def test_optimizers_without_state_or_made_for_one_task_are_not_named(warned: Warned) -> None:
     model = network()
     assert warned({"model": model}, stepping(model, SGD(model.parameters()))) == []

@@ -6,7 +6,7 @@ first value after a resume. Knows no loader but torch's own; `holdfast.data` is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -158,6 +158,7 @@ def omitted(
     others = [value for value in values if not (isinstance(value, known) or _is_position(value))]
     if any(hasattr(value, "state_dict") for value in others):
         return []
+    dicts = list(_dicts("", dict(state)))
     used: list[Any] = []
     for optimizer, scaler in stepped:
         if not _is_any_at(
@@ -170,7 +171,7 @@ def omitted(
             used.append(optimizer)
         if scaler is not None and scaler.is_enabled():
             used.append(scaler)
-        has_schedule = any("sched" in name for name, value in state.items() if type(value) is dict)
+        has_schedule = any("sched" in name for name, _ in dicts)
         has_schedule |= any(isinstance(v, LRScheduler) and v.optimizer is optimizer for v in values)
         if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not has_schedule:
             schedulers: list[LRScheduler] = instances_of(LRScheduler)
@@ -181,7 +182,26 @@ def omitted(
         if not isinstance(owner, LRScheduler):
             inside.update(id(v) for part in parts for v in getattr(part, "__dict__", {}).values())
     lost = [one for one in used if id(one) not in inside and not getattr(one, "not_state", ())]
-    return sorted({type(one).__name__ for one in lost})
+    return sorted({type(one).__name__ for one in lost if not _is_kept(one, dicts)})
+
+
+def _dicts(name: str, value: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
+    """Yield a value and the dicts inside it, each with its key."""
+    if isinstance(value, dict):
+        yield name, value
+        for key, part in value.items():
+            yield from _dicts(str(key), part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _dicts(name, part)
+
+
+def _is_kept(one: Any, dicts: Iterable[tuple[str, dict[Any, Any]]]) -> bool:
+    """Whether a dict in the state has the keys of a scheduler's or scaler's `state_dict()`."""
+    if not isinstance(one, LRScheduler | GradScaler):
+        return False
+    keys = one.state_dict().keys()
+    return any(found.keys() == keys for _, found in dicts)
 
 
 def _is_any_at(addresses: Collection[int], tensors: Iterable[Tensor]) -> bool:
