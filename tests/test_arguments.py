@@ -121,9 +121,11 @@ def weights(folder: Path, **given: Any) -> None:
     load_weights(options.pop("source"), options.pop("model"), **options)
 
 
-def plain(name: str, /, **right: Any) -> Callable[..., Any]:
+def plain(public: str | type, /, **right: Any) -> Callable[..., Any]:
+    made = getattr(holdfast, public) if isinstance(public, str) else public
+
     def call(folder: Path, **given: Any) -> None:
-        getattr(holdfast, name)(**{**right, **given})
+        made(**{**right, **given})
 
     return call
 
@@ -410,7 +412,7 @@ CASES: dict[str, Case] = {
             "num_samples": (0, *NO_COUNT),
         },
     ),
-    "All": Case(of=All, call=plain("All"), wrong={}),
+    "All": Case(of=All, call=plain(All), wrong={}),
     "Last": Case(
         of=holdfast.Last,
         call=plain("Last", n=1),
@@ -429,7 +431,7 @@ CASES: dict[str, Case] = {
     "Within": Case(of=holdfast.Within, call=plain("Within"), wrong={"span": (*NO_INTERVAL, None)}),
     "Budget": Case(of=holdfast.Budget, call=plain("Budget"), wrong={"nbytes": (0, *NO_COUNT)}),
     "ByClass": Case(of=holdfast.ByClass, call=plain("ByClass"), wrong={"remove": ("x", 3, None)}),
-    "BySaver": Case(of=BySaver, call=plain("BySaver"), wrong={"rules": (3, None, {})}),
+    "BySaver": Case(of=BySaver, call=plain(BySaver), wrong={"rules": (3, None, {})}),
     "then_drop": Case(
         of=holdfast.Last.then_drop,
         call=lambda folder, components: holdfast.Last(1).then_drop(*components),

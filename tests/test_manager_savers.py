@@ -101,7 +101,7 @@ def test_a_second_checkpoint_of_a_step(tmp_path: Path, on_existing: str) -> None
     again = new_run()
     with again.manager(tmp_path, on_existing=on_existing) as manager:
         if on_existing == "error":
-            with pytest.raises(UsageError, match="steps 2, 3 already"):
+            with pytest.raises(UsageError, match="already are checkpoints of the steps 2, 3"):
                 manager.resume(1)
             assert not manager.is_owner
             assert len(manager.list()) == 3

@@ -55,7 +55,7 @@ def _(user: User) -> None:
     user.manager(keep=holdfast.Last(3).then_drop("optimiser"))
 
 
-@case('`holdfast.BySaver({"wieghts": …})`', names="wieghts")
+@case('`BySaver({"wieghts": …})`', names="wieghts")
 def _(user: User) -> None:
     user.manager(keep=BySaver({"wieghts": holdfast.Last(3)}))
 

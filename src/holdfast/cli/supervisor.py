@@ -64,9 +64,9 @@ class RestartLimits:
         `jitter` from 0 to 1 takes up to half of it away, so that trainings that one fault ended
         do not all restart at one moment.
 
-        >>> [Limits().pause_s(failures, 0.0) for failures in (0, 1, 2, 3, 7, 5000)]
+        >>> [RestartLimits().pause_s(failures, 0.0) for failures in (0, 1, 2, 3, 7, 5000)]
         [1.0, 1.0, 2.0, 4.0, 60.0, 60.0]
-        >>> Limits().pause_s(3, 1.0)
+        >>> RestartLimits().pause_s(3, 1.0)
         2.0
         """
         doublings = min(max(failures - 1, 0), 64)  # A float has room for that many, and more.

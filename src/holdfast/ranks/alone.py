@@ -12,7 +12,7 @@ from holdfast.ranks.waiting import Watch
 class SingleProcess(Coordinator):
     """Coordinator of the only rank of a run: starts no thread, sends nothing and never waits.
 
-    >>> alone = Alone()
+    >>> alone = SingleProcess()
     >>> alone.post("save 1", b"written", timeout_s=1)
     >>> alone.collect("save 1", timeout_s=1).came
     {0: b'written'}

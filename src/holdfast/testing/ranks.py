@@ -25,9 +25,9 @@ class ThreadCoordinator(Coordinator):
     """Coordinator of a rank that is a thread; `for_ranks` makes those of all ranks.
 
     >>> leader, follower = ThreadCoordinator.for_ranks(2)
-    >>> follower.fail("save 1", Failure(phase="write", reason="disk full"), timeout_s=1)
+    >>> follower.fail("save 1", RankFailure(phase="write", reason="disk full"), timeout_s=1)
     >>> leader.collect("save 1", timeout_s=60).failed
-    {1: Failure(phase='write', reason='disk full')}
+    {1: RankFailure(phase='write', reason='disk full')}
     """
 
     def __init__(self, rank: int, world_size: int, board: _Board) -> None:
