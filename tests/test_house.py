@@ -116,7 +116,7 @@ PROSE = (
     Limit("docs: lines over 100 columns", 6, "Wrap the lines"),
     Limit("docs: “go on” per 10,000 words", 0.15, _ENGLISH, slack=0.3),
     Limit("docs: “what as a noun” per 10,000 words", 0.31, _ENGLISH, slack=0.3),
-    Limit("docs: “that of” per 10,000 words", 1.5, _ENGLISH, slack=0.3),
+    Limit("docs: “that of” per 10,000 words", 1.1, _ENGLISH, slack=0.3),
     Limit("docs: “whoever, beside” per 10,000 words", 0, _ENGLISH, slack=0.3),
     Limit("docs: “where for if” per 10,000 words", 0, _ENGLISH, slack=0.3),
     Limit("docs: “as it is” per 10,000 words", 0.3, _ENGLISH, slack=0.3),
