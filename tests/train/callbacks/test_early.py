@@ -141,14 +141,34 @@ def test_a_stop_by_a_validation_needs_one() -> None:
         make(MemoryStore(), callbacks=[EarlyStopping()])
 
 
-@pytest.mark.parametrize(("name", "step"), [("val/loss", 1), ("los", 5)])
-def test_without_validations_a_metric_that_is_never_there_is_an_error(name: str, step: int) -> None:
-    """After the first step for a metric of validations, and after the first epoch for others."""
-    stopping = StopWhen(lambda training, metrics: metrics.get(name, 1.0) < 0)
-    made = make(MemoryStore(), callbacks=[stopping])
-    with pytest.raises(UsageError, match=f"stopwhen: '{name}'; is 'loss' meant"):
+def below_zero(name: str) -> StopWhen:
+    return StopWhen(lambda training, metrics: metrics.get(name, 1.0) < 0)
+
+
+def test_without_validations_a_metric_of_one_is_an_error_after_the_first_step() -> None:
+    made = make(MemoryStore(), callbacks=[below_zero("val/loss")])
+    with pytest.raises(UsageError, match="stopwhen: 'val/loss'; is 'loss' meant"):
         made.fit("2ep")
-    assert made.counters.step == step
+    assert made.counters.step == 1
+
+
+def test_without_validations_another_missing_metric_is_a_warning_after_the_first_epoch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It may be logged later: here at step 8, in the second of three epochs."""
+
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, dict[str, float]]:
+        return model(batch).square().mean(), {"rare": -1.0} if made.counters.step == 7 else {}
+
+    made = make(MemoryStore(), loss=loss, callbacks=[below_zero("rare")])
+    assert made.fit("3ep").step == 8
+    (warning,) = [text for text in caplog.messages if "metrics are watched" in text]
+    assert "stopwhen: 'rare'" in warning
+    assert "There are: loss" in warning
+    caplog.clear()
+    assert make(MemoryStore(), callbacks=[below_zero("los")]).fit("3ep").reason == "goal"
+    (warning,) = [text for text in caplog.messages if "metrics are watched" in text]
+    assert "'los'; is 'loss' meant?" in warning
 
 
 def test_a_condition_on_a_metric_of_steps_may_be_asked_at_validations_too() -> None:

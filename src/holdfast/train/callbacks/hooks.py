@@ -75,7 +75,9 @@ class Callback:
     watches: Sequence[str] = ()
     """Full names of the metrics that it needs, such as "val/loss".
 
-    If neither steps nor validations have one, the first validation raises an error.
+    If neither steps nor validations have one, the first validation raises an error. In a run
+    without validations, a name that begins with "val/" is an error, and a warning lists other
+    missing names at the end of the first epoch.
     """
     records_log: bool = True
     """Whether its `log` hooks record what other callbacks log; False for monitors and displays.

@@ -1,13 +1,16 @@
-"""Metrics that retention rules and callbacks watch: one that nobody logs is an error."""
+"""Metrics that retention rules and callbacks watch: reports those that are not logged."""
 
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from holdfast.errors import UsageError, listing
 from holdfast.train.evaluation.validation import TrainerValidations
 from holdfast.train.training import Metrics
+
+logger = logging.getLogger("holdfast")
 
 OF_VALIDATION = "val/"
 """Beginning of the names of all metrics of validations."""
@@ -33,7 +36,7 @@ class WatchedMetricsCheck:
         self._seen: set[str] = set()
         self._is_checked = False
         """Whether the first check was made."""
-        if not validations and (wrong := list(self._unseen())):
+        if not validations and (wrong := [text for _, text in self._unseen()]):
             raise UsageError(f"there is nothing to validate on; give validate=…:\n{listing(wrong)}")
 
     def saw(self, metrics: Metrics, *, has_epoch: bool = False) -> None:
@@ -49,27 +52,32 @@ class WatchedMetricsCheck:
         """Check what is watched after a validation; `metrics` are those of its step.
 
         A metric of a validation that has not run yet may still come, or of the first epoch.
-        `but_of_steps`: metrics of steps may still come, too.
+        `but_of_steps`: metrics of steps may still come, too. Without validations they always may,
+        so that a missing one is a warning.
         """
         self._seen.update(metrics)
         wrong = list(self._unseen(but_of_steps=but_of_steps or self._is_checked))
         self._is_checked |= not but_of_steps
-        if wrong:
-            known = ", ".join(sorted(self._seen))
-            raise UsageError(
-                f"metrics are watched that are never logged:\n{listing(wrong)}\nThere are: {known}"
-            )
+        if not wrong:
+            return
+        known = ", ".join(sorted(self._seen))
+        found = f"{listing([text for _, text in wrong])}\nThere are: {known}"
+        if self._validations or any(name.startswith(OF_VALIDATION) for name, _ in wrong):
+            raise UsageError(f"metrics are watched that are never logged:\n{found}")
+        logger.warning("metrics are watched that were not logged in this epoch:\n%s", found)
 
-    def _unseen(self, *, but_of_steps: bool = False) -> Iterator[str]:
-        """Yield a text for each metric that is not known and will not come."""
+    def _unseen(self, *, but_of_steps: bool = False) -> Iterator[tuple[str, str]]:
+        """Yield name and text of each metric that is not known and not expected later."""
         for who, names in self._watchers().items():
             for name in names:
                 is_of_step = not name.startswith(OF_VALIDATION)
                 is_of_epoch = any(f"{name}/".startswith(f"{one}/") for one in self._of_epochs)
                 if name in self._seen or (is_of_epoch and self._waits_for_epoch):
                     continue
-                if is_of_step and ((but_of_steps and not is_of_epoch) or not self._seen):
+                may_come = but_of_steps and not (is_of_epoch and self._validations)
+                if is_of_step and (may_come or not self._seen):
                     continue
                 if is_of_step or self._validations.has_run(name):
                     meant = difflib.get_close_matches(name, self._seen, 1, 0.6)
-                    yield f"{who}: {name!r}" + (f"; is {meant[0]!r} meant?" if meant else "")
+                    hint = f"; is {meant[0]!r} meant?" if meant else ""
+                    yield name, f"{who}: {name!r}{hint}"
