@@ -53,3 +53,29 @@ def test_the_obstore_of_other_code_stays_importable() -> None:
     assert before["obstore"] is obstore
     assert {name: sys.modules[name] for name in before} == before
     assert (private is obstore) == (sys.platform != "linux")
+
+
+THREADS = """
+import threading
+from holdfast.store.remote.private import import_obstore
+
+start, found = threading.Barrier(8), []
+
+def load():
+    start.wait()
+    found.append((import_obstore("obstore.store"), import_obstore("obstore.exceptions")))
+
+threads = [threading.Thread(target=load) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(found), len({*found}))
+"""
+
+
+def test_threads_that_load_obstore_at_once_get_the_same_copy() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "8 1\n", done.stderr

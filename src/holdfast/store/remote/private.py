@@ -12,6 +12,7 @@ import functools
 import importlib
 import os
 import sys
+import threading
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from importlib.util import spec_from_file_location
@@ -21,6 +22,8 @@ from holdfast import system
 from holdfast.events import logger
 
 _PACKAGE, _EXTENSION = "obstore", "obstore._obstore"
+# Stores may be opened in several threads, and the copy is made with obstore out of `sys.modules`.
+_lock = threading.Lock()
 
 
 def import_obstore(name: str) -> ModuleType:
@@ -29,8 +32,9 @@ def import_obstore(name: str) -> ModuleType:
     Raises:
         ImportError: obstore is not installed.
     """
-    shared = importlib.import_module(name)
-    return _private_modules().get(name, shared)
+    with _lock:
+        shared = importlib.import_module(name)
+        return _private_modules().get(name, shared)
 
 
 @functools.cache
