@@ -93,7 +93,7 @@ def test_a_piece_that_never_comes_ends_the_waiting_of_the_others(
     piece = memoryview(bytes(COPY_NBYTES))
     for number in range(1, 5):
         writer.write(number * COPY_NBYTES, piece)
-    with pytest.raises(StoreError, match="byte 0 has not come") as caught:
+    with pytest.raises(StoreError, match="byte 0 is missing") as caught:
         writer.write(5 * COPY_NBYTES, piece)
     assert not isinstance(caught.value, TransientStoreError)  # again, it would end the same way
     writer.abort()
