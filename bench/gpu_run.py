@@ -66,7 +66,7 @@ TESTS = (
     "tests/staging",
     "tests/state/test_generators.py::test_cuda_generators_go_on_where_they_were",
     "tests/train/test_making.py::test_training_on_an_accelerator",
-    "tests/train/step/test_metrics.py::test_nobody_waits_for_an_accelerator_between_two_logs",
+    "tests/train/step/test_device_metrics.py::test_nobody_waits_for_an_accelerator_between_two_logs",
 )
 """Tests that `make gpu` runs; most others need no device, but more packages."""
 CUDA_CASES = ("holdfast", "holdfast-overlap", "dcp-async-pinned", "torch_checkpointing")

@@ -28,7 +28,7 @@ def plan(components: Mapping[str, Sequence[TensorSpec]]) -> Plan:
     files = {name: lay_out(name, specs) for name, specs in components.items()}
     nbytes = {file.name: file.nbytes for of_name in files.values() for file in of_name}
     nbytes |= {tree_file(name): len(_TREE) for name in components}
-    digests = {name: _DIGEST * len(list(blocks.split(n))) for name, n in nbytes.items()}
+    digests = {name: _DIGEST * len(list(blocks.list_blocks(n))) for name, n in nbytes.items()}
     entries = {
         name: FileEntry(nbytes=n, digest=blocks.file_digest(n, digests[name]))
         for name, n in nbytes.items()

@@ -182,10 +182,10 @@ class BreakingExchange(Exchange):
         self._inner, self._meet = inner, meet
 
     @override
-    def begin(
+    def start_exchange(
         self,
         sends: Sequence[tuple[int, memoryview]],
         receives: Sequence[tuple[int, memoryview]],
     ) -> RankTransfer:
         self._meet("begin", "a transfer")
-        return self._inner.begin(sends, receives)
+        return self._inner.start_exchange(sends, receives)

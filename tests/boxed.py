@@ -161,14 +161,14 @@ def _write(
     columns = np.array(places, np.int64).reshape(-1, 3).T
     boxes = Boxes(
         np.array([number for number, *_ in rows], np.int64),
-        Ragged.of([box.offsets for _, box, *_ in rows]),
-        Ragged.of([box.sizes for _, box, *_ in rows]),
+        Ragged.from_lists([box.offsets for _, box, *_ in rows]),
+        Ragged.from_lists([box.sizes for _, box, *_ in rows]),
     )
     return contents, TensorTable(table.specs, Places([*contents], *columns), boxes)
 
 
 def _encoded(data: bytes, codec: CodecName) -> list[bytes]:
-    parts = blocks.split(len(data), BLOCK_NBYTES)
+    parts = blocks.list_blocks(len(data), BLOCK_NBYTES)
     encoding = Encoding(Compression(codec=codec), [1] * len(parts))
     plain = memoryview(data)
     return [

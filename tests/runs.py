@@ -16,7 +16,7 @@ from holdfast.ownership.claim import Claim
 from holdfast.ownership.deletion import retract
 from holdfast.ownership.leases import Readers
 from holdfast.root.catalog import Catalog
-from holdfast.root.commit import SaveAttempt, begin
+from holdfast.root.commit import SaveAttempt, create_attempt
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 
@@ -123,7 +123,7 @@ def begun(store: Store, *, label: str, epoch: int, sequence: int) -> SaveAttempt
     """Begin an attempt under the claim of that epoch in the root, if there is one."""
     writer = Catalog(store).writer(epoch)
     nonce = "0" * 32 if writer is None else writer.nonce
-    return begin(store, label=label, epoch=epoch, nonce=nonce, sequence=sequence)
+    return create_attempt(store, label=label, epoch=epoch, nonce=nonce, sequence=sequence)
 
 
 def retracted(store: Store, folder: str) -> bool:

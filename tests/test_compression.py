@@ -90,7 +90,7 @@ def test_what_was_saved_is_resumed_bit_for_bit(
     assert report.ok
     assert report.notes == ()
     assert report.nbytes == saved.nbytes
-    entry = Catalog(store).resolve("latest")
+    entry = Catalog(store).find_checkpoint("latest")
     assert entry.manifest.nbytes == saved.nbytes < 0.95 * entry.manifest.plain_nbytes
     assert saved.nbytes == sum(
         info.nbytes for info in store.list(f"{saved.folder}/") if "manifest" not in info.key

@@ -17,7 +17,7 @@ from holdfast.errors import SaveFailed, TransientStoreError
 from holdfast.format import layout
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Timestamp
-from holdfast.maintenance.prune import prune
+from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.ownership.annotations import reject
 from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
@@ -165,7 +165,7 @@ def test_a_rule_that_would_leave_only_sharers_keeps_one_more(
             save(manager, state, number)
     rule = EveryNth("2step")
     if is_pruned:
-        report = prune(open_store(tmp_path), rule, emit=lambda *_, **__: None)
+        report = prune_checkpoints(open_store(tmp_path), rule, emit=lambda *_, **__: None)
         kept = [item for item in report.planned if item.decision.keep]
         assert [item.entry.step for item in kept] == [8, 7, 6, 4, 2]
         assert "one file" in kept[1].decision.reason
@@ -300,10 +300,10 @@ def test_nothing_is_deleted_while_it_is_not_known_which_share(tmp_path: Path) ->
             go(manager, number)
     store.pattern = "step-*/base-*.safetensors"
     with pytest.raises(TransientStoreError, match="the disk is busy"):
-        prune(store, rule, emit=lambda *_, **__: None)
+        prune_checkpoints(store, rule, emit=lambda *_, **__: None)
     assert len(newest_of_line(tmp_path)) == 6
     store.pattern = ""
-    report = prune(store, rule, emit=lambda *_, **__: None)
+    report = prune_checkpoints(store, rule, emit=lambda *_, **__: None)
     assert [item.entry.step for item in report.planned if item.decision.keep] == [6, 5, 4, 2]
 
 

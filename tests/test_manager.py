@@ -423,14 +423,14 @@ def test_nothing_is_written_beside_a_copy_that_training_waits_for(
 ) -> None:
     """It would take the memory's bandwidth, and cores; the copy comes first."""
     manager = new_run().manager(tmp_path)
-    copy = ImageTransfer.copy
+    copy = ImageTransfer.run_copies
 
     def copied(self: ImageTransfer, *args: Any) -> None:
         # The background does one thing after the other, so it has nothing else to do.
         manager._saver._background.submit(int).result(60)
         copy(self, *args)
 
-    monkeypatch.setattr(ImageTransfer, "copy", copied)
+    monkeypatch.setattr(ImageTransfer, "run_copies", copied)
     manager.save(1).wait()
     manager.close()
     assert folders(tmp_path) == [found.folder for found in manager.list()]

@@ -27,7 +27,7 @@ _short = Repr()
 _short.maxstring = _short.maxother = 200
 
 
-def checked(*, but: Collection[str] = ()) -> Callable[[F], F]:
+def check_arguments(*, but: Collection[str] = ()) -> Callable[[F], F]:
     """Decorator: raise `UsageError` when an argument is not of its annotated type.
 
     Of a class, the arguments of `__init__` are checked. An argument given both by position and by
@@ -57,7 +57,7 @@ def _checking(target: F, but: Collection[str]) -> F:
     def check(name: str, value: object) -> None:
         argument = name, type(value)
         if argument not in fitting:
-            _check(name, value, hints())
+            _check_argument(name, value, hints())
             if "Literal" not in str(hints().get(name)):
                 fitting.add(argument)
 
@@ -97,7 +97,7 @@ def shown(value: object) -> str:
     return _short.repr(value)
 
 
-def written(record: Any) -> str:
+def format_call(record: Any) -> str:
     """Format the constructor call of a dataclass instance, without arguments at their defaults.
 
     Values that need a name after a default was left out are given by name.
@@ -113,11 +113,11 @@ def written(record: Any) -> str:
     return f"{type(record).__qualname__}({', '.join(parts)})"
 
 
-def _check(name: str, value: object, hints: dict[str, Any]) -> None:
+def _check_argument(name: str, value: object, hints: dict[str, Any]) -> None:
     hint = hints.get(name, Any)
     if not _fits(value, hint):
         raise UsageError(
-            f"{name}={shown(value)}: must be {_described(hint)}{_unnamed(value, hint)}"
+            f"{name}={shown(value)}: must be {_describe_hint(hint)}{_unnamed(value, hint)}"
         )
 
 
@@ -145,11 +145,11 @@ def _unnamed(value: object, hint: Any) -> str:
     return ""
 
 
-def _described(hint: Any) -> str:
+def _describe_hint(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return f"one of {get_args(hint)}"
     if get_origin(hint) in (Union, UnionType):
-        return " or ".join(map(_described, get_args(hint)))
+        return " or ".join(map(_describe_hint, get_args(hint)))
     if hint in (None, NoneType):
         return "None"
     is_class = isinstance(hint, type) and get_origin(hint) is None

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
-from holdfast.arguments import checked, written
+from holdfast.arguments import check_arguments, format_call
 from holdfast.control.on_commit import CommitFunction, OnCommit, commands_of
 from holdfast.errors import UsageError
 from holdfast.events import Sink, log_event
@@ -22,7 +22,7 @@ from holdfast.policy.rules import number_of_bytes
 from holdfast.policy.savers import SavePolicy, SideSaver
 from holdfast.policy.schedule import policies_of
 from holdfast.policy.triggers import SaveFunction, Trigger
-from holdfast.saving.compression import Compress, check_choices, choices
+from holdfast.saving.compression import Compress, check_choices, resolve_compress
 from holdfast.staging.overlap import Mode
 from holdfast.store.base import Store
 
@@ -31,7 +31,7 @@ MIN_BUDGET = 4 * BLOCK_NBYTES
 """Smallest memory budget in bytes: some blocks are written while others are copied."""
 
 
-@checked(but=("every", "keep"))
+@check_arguments(but=("every", "keep"))
 @dataclass(frozen=True, slots=True, repr=False)
 class Checkpoints:
     """Options of a run's checkpoints: their root, when to save, what to keep, and how.
@@ -103,7 +103,7 @@ class Checkpoints:
     one host read faster from its page cache than from each other."""
 
     def __post_init__(self) -> None:
-        TierRules.of(self.root, self.keep, self.savers)
+        TierRules.combine_rules(self.root, self.keep, self.savers)
         policies_of(self.every, self.savers)
         compile_label(self.label, run_name=self.run_name)
         _ = self.memory_budget_nbytes
@@ -168,11 +168,11 @@ class Checkpoints:
         Raises:
             UsageError: savers, `keep` or `compress` name others.
         """
-        TierRules.of(self.root, self.keep, self.savers, components)
-        choices(self.compress, components)
+        TierRules.combine_rules(self.root, self.keep, self.savers, components)
+        resolve_compress(self.compress, components)
 
     def __repr__(self) -> str:
-        return written(self)
+        return format_call(self)
 
 
 def best_rules(checkpoints: Checkpoints) -> tuple[BestRule, ...]:
@@ -183,5 +183,5 @@ def best_rules(checkpoints: Checkpoints) -> tuple[BestRule, ...]:
     """
     if checkpoints.root is None:
         return ()
-    rules = TierRules.of(checkpoints.root, checkpoints.keep, checkpoints.savers)
+    rules = TierRules.combine_rules(checkpoints.root, checkpoints.keep, checkpoints.savers)
     return best_rules_of((rules.remote, rules.local), checkpoints.savers)

@@ -85,13 +85,13 @@ class SecretKey:
         return f"secret key {_id_of(self._secret)}"
 
     def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
-        salt, wrapped = _wrap(self._secret, data_key, suite)
+        salt, wrapped = _wrap_with_secret(self._secret, data_key, suite)
         return Recipient(kind="secret", id=_id_of(self._secret), wrapped=wrapped, salt=salt)
 
     def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
         if (recipient.kind, recipient.id) != ("secret", _id_of(self._secret)):
             return None
-        return _unwrap(self._secret, recipient, commitment, suite)
+        return _unwrap_with_secret(self._secret, recipient, commitment, suite)
 
 
 class Passphrase:
@@ -127,7 +127,7 @@ class Passphrase:
                     lanes=_LANES,
                 )
         secret = self._derived_key(self._ours)
-        salt, wrapped = _wrap(secret, data_key, suite)
+        salt, wrapped = _wrap_with_secret(secret, data_key, suite)
         key_id = _id_of(secret)
         return Recipient(
             kind="passphrase", id=key_id, wrapped=wrapped, salt=salt, argon2=self._ours
@@ -139,7 +139,7 @@ class Passphrase:
         secret = self._derived_key(recipient.argon2)
         if recipient.id != _id_of(secret):
             return None
-        return _unwrap(secret, recipient, commitment, suite)
+        return _unwrap_with_secret(secret, recipient, commitment, suite)
 
     def _derived_key(self, how: Argon2) -> bytes:
         with self._lock:
@@ -305,26 +305,26 @@ class Encryption:
         if self.suite not in get_args(SuiteName):
             raise UsageError(f"suite={self.suite!r}: must be one of {get_args(SuiteName)}")
         for name, given in (("keys", self.keys), ("also_read", self.also_read)):
-            for key in _listed(given):
+            for key in _convert_to_tuple(given):
                 if not hasattr(key, "unwrap"):
                     raise UsageError(f"{name}: {type(key).__name__} is not a key of holdfast.keys")
         if not isinstance(self.accept_plain, bool):
             raise UsageError(f"accept_plain={self.accept_plain!r} must be True or False")
-        if not _listed(self.keys):
+        if not _convert_to_tuple(self.keys):
             raise UsageError("keys: at least one is needed")
-        if len(_listed(self.keys)) > MAX_RECIPIENTS:
+        if len(_convert_to_tuple(self.keys)) > MAX_RECIPIENTS:
             raise UsageError(f"keys: at most {MAX_RECIPIENTS}")
         Suite(name=self.suite).cipher(bytes(SECRET_NBYTES), "check")
 
     @property
     def sealing(self) -> tuple[Key, ...]:
         """Keys that new checkpoints are encrypted for."""
-        return _listed(self.keys)
+        return _convert_to_tuple(self.keys)
 
     @property
     def opening(self) -> tuple[Key, ...]:
         """Keys that are tried for decryption when a checkpoint is read."""
-        return (*_listed(self.keys), *_listed(self.also_read))
+        return (*_convert_to_tuple(self.keys), *_convert_to_tuple(self.also_read))
 
 
 def wrapped(keys: Iterable[Key], data_key: bytes, suite: Suite) -> KeyBox:
@@ -407,7 +407,7 @@ def from_file(path: str | os.PathLike[str]) -> tuple[Key, ...]:
         data = Path(path).read_bytes()
     except OSError as error:
         raise KeyUnavailable(f"key file {os.fspath(path)}: {error.strerror}") from error
-    return from_text(_decoded(data, f"key file {os.fspath(path)}"), what=f"key file {path}")
+    return from_text(_decode_text(data, f"key file {os.fspath(path)}"), what=f"key file {path}")
 
 
 def from_environment(name: str) -> tuple[Key, ...]:
@@ -449,7 +449,7 @@ def from_command(command: str | Sequence[str]) -> tuple[Key, ...]:
         raise KeyUnavailable(f"{what}: not done after {COMMAND_TIMEOUT_S:.0f} s") from None
     if done.returncode:
         raise KeyUnavailable(f"{what}: it ended with status {done.returncode}")
-    return from_text(_decoded(done.stdout, what), what=what)
+    return from_text(_decode_text(done.stdout, what), what=what)
 
 
 def _key_of(line: str, what: str) -> Key:
@@ -467,14 +467,14 @@ def _key_of(line: str, what: str) -> Key:
     return key
 
 
-def _decoded(data: bytes, what: str) -> str:
+def _decode_text(data: bytes, what: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
         raise KeyUnavailable(f"{what}: it is not text") from None
 
 
-def _listed(given: Key | Sequence[Key]) -> tuple[Key, ...]:
+def _convert_to_tuple(given: Key | Sequence[Key]) -> tuple[Key, ...]:
     return tuple(given) if isinstance(given, Sequence) else (given,)
 
 
@@ -482,14 +482,16 @@ def _id_of(secret: bytes) -> str:
     return hkdf(secret, salt=b"", info=b"holdfast 1 key id", nbytes=16).hex()
 
 
-def _wrap(secret: bytes, data_key: bytes, suite: Suite) -> tuple[str, str]:
+def _wrap_with_secret(secret: bytes, data_key: bytes, suite: Suite) -> tuple[str, str]:
     """Encrypt a data key with a secret; return (salt, wrapped), both in hex."""
     salt = fresh_secret()
     cipher = suite.cipher(secret, "wrap", salt=salt)
     return salt.hex(), cipher.encrypt(data_key, suite.commitment(data_key)).hex()
 
 
-def _unwrap(secret: bytes, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes:
+def _unwrap_with_secret(
+    secret: bytes, recipient: Recipient, commitment: bytes, suite: Suite
+) -> bytes:
     cipher = suite.cipher(secret, "wrap", salt=bytes.fromhex(recipient.salt))
     data = bytes.fromhex(recipient.wrapped)
     data_key = cipher.decrypt(data, commitment, what="the data key")

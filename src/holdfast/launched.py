@@ -66,7 +66,7 @@ def has_group() -> bool:
 
 
 def _launched() -> Ranks:
-    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    rank, world_size = _read_environment("RANK"), _read_environment("WORLD_SIZE")
     if rank is None or world_size is None:
         return Ranks()
     if world_size == 1:
@@ -74,13 +74,13 @@ def _launched() -> Ranks:
     return Ranks(
         rank=rank,
         world_size=world_size,
-        local_rank=_number("LOCAL_RANK"),
-        local_world_size=_number("LOCAL_WORLD_SIZE"),
-        node_rank=_number("GROUP_RANK"),
+        local_rank=_read_environment("LOCAL_RANK"),
+        local_world_size=_read_environment("LOCAL_WORLD_SIZE"),
+        node_rank=_read_environment("GROUP_RANK"),
     )
 
 
-def _number(name: str) -> int | None:
+def _read_environment(name: str) -> int | None:
     text = os.environ.get(name)
     if not text:
         return None

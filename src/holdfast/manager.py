@@ -17,7 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
-from holdfast.arguments import checked, escaped
+from holdfast.arguments import check_arguments, escaped
 from holdfast.checkpoints import Checkpoints, OnExisting
 from holdfast.checkpoints import best_rules as best_saves_of
 from holdfast.control import exits
@@ -51,7 +51,7 @@ from holdfast.loading.search import (
     Unhealthy,
 )
 from holdfast.maintenance.housekeeping import FollowingChores, IntervalMeasurements, PostSaveTasks
-from holdfast.maintenance.preflight import FirstSaveChecks, look
+from holdfast.maintenance.preflight import FirstSaveChecks, probe_as_follower
 from holdfast.ownership.annotations import checked_metrics, checked_reasons, checked_tags
 from holdfast.ownership.owner import left_s
 from holdfast.ownership.pinning import Marking
@@ -71,10 +71,10 @@ from holdfast.ranks.chosen import GroupAlarm, coordinator_of
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.ranks.waiting import Processes
 from holdfast.replication.mirror import ownership
-from holdfast.results import Checkpoint, CheckpointList, PendingSave, describe, parse_seen
+from holdfast.results import Checkpoint, CheckpointList, PendingSave, build_checkpoint, parse_seen
 from holdfast.root.catalog import Entry
-from holdfast.saving.call_counter import Calls, counted
-from holdfast.saving.compression import Compress, Compressing, choices
+from holdfast.saving.call_counter import Calls, count_calls
+from holdfast.saving.compression import Compress, Compressing, resolve_compress
 from holdfast.saving.distributed import DistributedSaves
 from holdfast.saving.environment import environment
 from holdfast.saving.hooks import StateHooks
@@ -94,7 +94,7 @@ from holdfast.state.capture.edits import Edit, edited
 from holdfast.state.capture.refusals import refusals, slots_stamp
 from holdfast.state.components import RNG, check_state, marked, refuse_fsdp1, unwrapped
 from holdfast.state.modules import is_loaded
-from holdfast.state.patterns import listed
+from holdfast.state.patterns import convert_names
 from holdfast.store.base import Store
 from holdfast.threads.gc_pause import collector_paused
 
@@ -169,7 +169,7 @@ class CheckpointManager(Marking):
         UnsupportedState: something in `state` can never be saved; every path is listed.
     """
 
-    @checked(but=("every", "max_duration", "keep"))
+    @check_arguments(but=("every", "max_duration", "keep"))
     def __init__(
         self,
         root: str | os.PathLike[str] | Store | Tiered | Checkpoints,
@@ -231,8 +231,10 @@ class CheckpointManager(Marking):
         checkpoints = Checkpoints.of(root, options)
         if checkpoints.root is None:
             raise UsageError("root=None: a CheckpointManager needs a root to save in")
-        rules = TierRules.of(checkpoints.root, checkpoints.keep, checkpoints.savers, {*state, RNG})
-        compressions = choices(checkpoints.compress, {*state, RNG})
+        rules = TierRules.combine_rules(
+            checkpoints.root, checkpoints.keep, checkpoints.savers, {*state, RNG}
+        )
+        compressions = resolve_compress(checkpoints.compress, {*state, RNG})
         self._emit = Emitter((*checkpoints.sinks, *commands_of(checkpoints.on_commit)))
         length = None if max_duration is None else parse(max_duration, what="max_duration")
         processes = Processes(own=this_process(), has_ended=lambda one: liveness(one) == "dead")
@@ -271,7 +273,7 @@ class CheckpointManager(Marking):
         self._together = DistributedSaves(
             self._ranks,
             timeout_s=checkpoints.save_timeout_s,
-            look=partial(look, self.store, self._ranks.rank, self._emit),
+            look=partial(probe_as_follower, self.store, self._ranks.rank, self._emit),
             warn=partial(self._emit, "warning"),
             may_wait=isinstance(checkpoints.root, Tiered)
             and checkpoints.root.options.max_lag is not None,
@@ -316,7 +318,7 @@ class CheckpointManager(Marking):
             ),
         )
         self.one_thread = threading.RLock()
-        self.calls = Calls.of(self._ranks, self._together, self._outside, self._applying)
+        self.calls = Calls.make_counter(self._ranks, self._together, self._outside, self._applying)
         self._pid = os.getpid()
         self._closed = False
         self._is_unused = True
@@ -364,8 +366,8 @@ class CheckpointManager(Marking):
 
     # Saving
 
-    @counted("save")
-    @checked()
+    @count_calls("save")
+    @check_arguments()
     def save(
         self,
         step: int,
@@ -403,16 +405,16 @@ class CheckpointManager(Marking):
             UsageError: a CUDA graph is being captured.
         """
         now = self._moments.now(step, epoch=epoch, cycle=cycle, samples=samples, tokens=tokens)
-        only = None if components is None else self._checked(components)
+        only = None if components is None else self._check_components(components)
         due = Due(save_class, reason, components=only)
-        pending = self._save(now, due, metrics, tags=tags, is_awaited=wait)
+        pending = self._begin_save(now, due, metrics, tags=tags, is_awaited=wait)
         if wait and not isinstance(pending.failure(), SaveSkipped):
             pending.wait()
         self._raise_upload_error()
         return pending
 
-    @counted("maybe_save")
-    @checked()
+    @count_calls("maybe_save")
+    @check_arguments()
     def maybe_save(
         self,
         step: int,
@@ -449,15 +451,15 @@ class CheckpointManager(Marking):
         self._expect_savable()
         if isinstance(event, str):
             self._warnings.of_setup(self._stop, has_interval=bool(self._schedule.policies))
-            self._warnings.positions.begin_step(step)
+            self._warnings.positions.note_first_step(step)
         pending = self._saver.pending
         if is_alone:
             if pending is not None and pending.failure() is not None:
-                self._schedule.failed()
+                self._schedule.undo_failed_save()
             self._raise_failure()
         self._tuning.note_writing(pending is not None and not pending.done())
         self._knows_exceptions |= "exception" in ((event,) if isinstance(event, str) else event)
-        events, asked = self._outside.look(event, is_owner=self.is_owner)
+        events, asked = self._outside.collect_events(event, is_owner=self.is_owner)
         due: Due | None = None
         try:
             # Pass metrics unread: to read a tensor's value makes each step wait for the device.
@@ -466,10 +468,12 @@ class CheckpointManager(Marking):
                 again = None
             best = None
             if isinstance(event, str) and self._validated:
-                best = self._validated.due(now.step, metrics or {}, event)
+                best = self._validated.find_due_save(now.step, metrics or {}, event)
             wishes = [wanted, best, asked.due, None if again is None else again.due]
             wanted = together([wish for wish in wishes if wish is not None])
-            due = self._schedule.due(now, metrics or {}, events, vetoes=vetoes, wanted=wanted)
+            due = self._schedule.merge_due_saves(
+                now, metrics or {}, events, vetoes=vetoes, wanted=wanted
+            )
             if due is None and asked.is_needed:
                 # The present step is saved already: the request gets that checkpoint, tags added.
                 due = Due(self._schedule.asked_class(vetoes), "demand")
@@ -478,7 +482,7 @@ class CheckpointManager(Marking):
                 by_leader = self._schedule.due_by_leader(
                     now, metrics or {}, events, vetoes=vetoes, but=due
                 )
-                self._outside.ask(by_leader, pending, is_owner=self.is_owner)
+                self._outside.propose_save(by_leader, pending, is_owner=self.is_owner)
             if due is None and best is None and isinstance(event, str):
                 self._validated.not_due(now.step, metrics or {})
             if due is not None:
@@ -489,7 +493,7 @@ class CheckpointManager(Marking):
                 self._schedule.not_begun()
             else:
                 self._count_as_begun(due, now)  # as the other ranks do, which save at this call
-            self._outside.refuse(asked, error)
+            self._outside.answer_with_error(asked, error)
             raise
         if due is not None:
             self._raise_upload_error()
@@ -529,11 +533,11 @@ class CheckpointManager(Marking):
         self._check_process()
         limit_s = timeout_s if timeout_s is not None else self._saver.limit_s
         end = time.monotonic() + limit_s
-        self._saver.settle(limit_s)
+        self._saver.wait_until_idle(limit_s)
         exits.record_raised(self)
         self._saver.raise_failure()
         if uploads:
-            self._uploads.settle(max(end - time.monotonic(), 0))
+            self._uploads.wait_for_uploads(max(end - time.monotonic(), 0))
             self._uploads.raise_failure()
 
     def fence(self) -> None:
@@ -545,12 +549,12 @@ class CheckpointManager(Marking):
         Raises:
             DeadlineExceeded: the copy of a save under way hangs.
         """
-        self._overlap.step_guard.wait()
+        self._overlap.step_guard.wait_before_change()
 
     # Loading
 
-    @counted("load")
-    @checked()
+    @count_calls("load")
+    @check_arguments()
     @collector_paused()
     def resume(
         self,
@@ -583,7 +587,7 @@ class CheckpointManager(Marking):
 
         `new` names components of the state that the checkpoint lacks: they stay as they are.
         `without` names components that only the checkpoint has: they are not loaded. All others
-        are loaded, and the run continues from there; `notes` lists both.
+        are loaded, and the run continues from there; `skip_notes` lists both.
 
         `strict=False` resumes with modules that have gained or lost parameters: new ones keep their
         initial values, and optimizers have no state for them; all others are resumed. A warning
@@ -613,7 +617,7 @@ class CheckpointManager(Marking):
         self._check_process()
         refuse_capture("resume()")
         self._drain()
-        reader, script = self._reader(), ScriptSettings(self.state, override)
+        reader, script = self._make_search(), ScriptSettings(self.state, override)
         if in_place is None:
             is_alone = self._ranks.world_size == 1
             in_place = is_alone and which == "latest" and self._is_unused
@@ -621,7 +625,9 @@ class CheckpointManager(Marking):
             edit=self._hooks.edit_load,
             in_place=in_place,
             is_grown=not strict,
-            sides=MissingComponentPolicy.of(self.state, new, without, self._hooks.one_sided),
+            sides=MissingComponentPolicy.from_arguments(
+                self.state, new, without, self._hooks.one_sided
+            ),
         )
         search = Search(
             reader,
@@ -632,7 +638,7 @@ class CheckpointManager(Marking):
             seen=parse_seen(seen),
             refuse=partial(self._check_start, required=required),
         )
-        found = self._applying.apply(search, claims=True)
+        found = self._applying.apply_checkpoint(search, claims=True)
         self._is_unused = found is None
         if found is not None:
             if not search.is_rollback:
@@ -640,8 +646,8 @@ class CheckpointManager(Marking):
             replaced = self._continue_from(found, script, is_rollback=search.is_rollback)
             self._compare_lives(found.entry)
         else:
-            self._start(script)
-        self._saver.after_claim()
+            self._log_fresh_start(script)
+        self._saver.queue_claim_chores()
         self._warnings.of_workers()
         if found is None:
             return None
@@ -655,8 +661,8 @@ class CheckpointManager(Marking):
         )
         return loaded(found, reader, (*replaced, *self._numeric_notes(found.entry)))
 
-    @counted("load")
-    @checked()
+    @count_calls("load")
+    @check_arguments()
     def start_new(self) -> None:
         """Claim the run and start a new one here, beside the checkpoints of the run before.
 
@@ -677,15 +683,18 @@ class CheckpointManager(Marking):
                 "and the first save; this manager has made one of these calls. Make a new manager"
             )
         search = Search(
-            self._reader(), None, walks=False, refuse=partial(self._check_start, required=False)
+            self._make_search(),
+            None,
+            walks=False,
+            refuse=partial(self._check_start, required=False),
         )
-        self._applying.apply(search, claims=True)
-        self._start(ScriptSettings(self.state, ()))
-        self._saver.after_claim()
+        self._applying.apply_checkpoint(search, claims=True)
+        self._log_fresh_start(ScriptSettings(self.state, ()))
+        self._saver.queue_claim_chores()
         self._warnings.of_workers()
 
-    @counted("load")
-    @checked()
+    @count_calls("load")
+    @check_arguments()
     @collector_paused()
     def load(
         self,
@@ -709,8 +718,8 @@ class CheckpointManager(Marking):
         patterns (docs/loading.md), and what they leave out keeps its live value; `rename` maps
         stored paths to live ones; `edit` changes what is stored before it is compared with the
         live state, in the place of the hook `edit_load`. With `strict=False` missing and
-        unexpected leaves are reported in `notes` and a warning instead of raised. When this manager
-        owns the run, the run continues from a full load. `in_place`, `new`, `without` and
+        unexpected leaves are reported in `skip_notes` and a warning instead of raised. When this
+        manager owns the run, the run continues from a full load. `in_place`, `new`, `without` and
         `override` as for `resume`: damage in place leaves the state mixed until a whole load
         succeeds.
 
@@ -726,23 +735,25 @@ class CheckpointManager(Marking):
         refuse_capture("load()")
         self._drain()
         options = LoadOptions(
-            components=None if components is None else listed(components, "components"),
+            components=None if components is None else convert_names(components, "components"),
             strict=strict,
             rename=rename,
-            include=listed(include, "include"),
-            skip=listed(skip, "skip"),
+            include=convert_names(include, "include"),
+            skip=convert_names(skip, "skip"),
             verify=verify,
             edit=edit if edit is not None else self._hooks.edit_load,
             in_place=in_place,
-            sides=MissingComponentPolicy.of(self.state, new, without, self._hooks.one_sided),
+            sides=MissingComponentPolicy.from_arguments(
+                self.state, new, without, self._hooks.one_sided
+            ),
         )
-        reader, script = self._reader(), ScriptSettings(self.state, override)
+        reader, script = self._make_search(), ScriptSettings(self.state, override)
         self._catalog.look_again()
         with ExitStack() as holding:
             is_read_late = in_place or self._memory_budget is not None
             reader.holding = holding if is_read_late or not self.is_owner else None
             search = Search(reader, which, walks=False, options=options)
-            found = self._applying.apply(search, claims=False)
+            found = self._applying.apply_checkpoint(search, claims=False)
         assert found is not None, "what is named is there, or an error says why not"
         self._is_unused = False
         replaced = self._continue_from(found, script, is_rollback=search.is_rollback)
@@ -761,9 +772,9 @@ class CheckpointManager(Marking):
         """
         self._quiet = _NEVER_QUIET
         self._moments.count_from(timestamp)
-        self._warnings.positions.start(timestamp.step)
+        self._warnings.positions.start_counting(timestamp.step)
 
-    @checked()
+    @check_arguments()
     def expect_metrics(self, until: float = math.inf) -> None:
         """Say up to which step metrics that `keep` needs may be missing, as before a validation.
 
@@ -777,7 +788,7 @@ class CheckpointManager(Marking):
         """List all committed checkpoints, newest first."""
         self._catalog.look_again()
         entries = self._catalog.checkpoints()
-        return CheckpointList(describe(self._home(entry), entry) for entry in entries)
+        return CheckpointList(build_checkpoint(self._find_store(entry), entry) for entry in entries)
 
     @property
     def is_owner(self) -> bool:
@@ -798,7 +809,7 @@ class CheckpointManager(Marking):
             UploadFailed: not all was uploaded in time, and `on_upload_failure` is "raise".
             DeadlineExceeded: a save hangs; it was given up.
         """
-        self._close(self._saver.limit_s)
+        self._finish_and_release(self._saver.limit_s)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -831,7 +842,7 @@ class CheckpointManager(Marking):
             return None
         pending = self._saver.pending
         under_way = pending is not None and not pending.done()
-        self._close(self._exit_timeout_s)
+        self._finish_and_release(self._exit_timeout_s)
         if pending is None or not under_way:
             return None
         return f"save of step {pending.step} was committed while the program ended"
@@ -843,27 +854,27 @@ class CheckpointManager(Marking):
 
     # Steps of the methods above, in the caller's thread
 
-    def _close(self, timeout_s: float) -> None:
+    def _finish_and_release(self, timeout_s: float) -> None:
         if self._closed or os.getpid() != self._pid:
             return
-        self._warnings.of_untrained(*self._untrained, self._moments.step)
+        self._warnings.of_untrained(*self._untrained, self._moments.newest_step)
         upload_failure: HoldfastError | None = None
         end = time.monotonic() + timeout_s
         try:
-            self._saver.settle(timeout_s)
+            self._saver.wait_until_idle(timeout_s)
         finally:
             self._closed = True
-            self._outside.close()
+            self._outside.stop_polling()
             exits.unregister(self)
-            self._overlap.step_guard.close()
-            self._boundary.close()
+            self._overlap.step_guard.remove_hook()
+            self._boundary.stop_watching()
             try:
                 free_s = math.inf if self._stop is None else self._stop.free_s
-                self._uploads.close(min(left_s(end), max(0.0, free_s - _UPLOADS_END_S)))
+                self._uploads.finish_uploads(min(left_s(end), max(0.0, free_s - _UPLOADS_END_S)))
             except HoldfastError as error:
                 upload_failure = error  # raised when everything is closed
-            self._saver.close()
-            self._owner.release(left_s(end))
+            self._saver.close_threads()
+            self._owner.release_run(left_s(end))
             if not self._shares_ranks:
                 self._ranks.close()
             self._emit("closed", f"{self.store.url}: closed")
@@ -871,7 +882,7 @@ class CheckpointManager(Marking):
         if upload_failure is not None:
             raise upload_failure
 
-    def _save(
+    def _begin_save(
         self,
         now: Timestamp,
         due: Due,
@@ -885,7 +896,7 @@ class CheckpointManager(Marking):
         is_last = is_last or (self._stop is not None and self._stop.requested is not None)
         # Whatever fails from here on fails the save of all ranks, which count their saves alike.
         call = (due.save_class, now.epoch, now.cycle, now.samples, now.tokens)
-        with self._together.save(now.step, *call) as joint:
+        with self._together.start_joint_save(now.step, *call) as joint:
             try:
                 given = checked_tags(tags)
                 due = replace(due, tags=(*due.tags, *given))
@@ -893,14 +904,14 @@ class CheckpointManager(Marking):
                 if joint.world_size > 1:
                     self._count_as_begun(due, now)
             measured = checked_metrics(metrics)
-            joint.note(given, measured, self._history.given)
+            joint.note_arguments(given, measured, self._history.given)
             self._check_usable()
             refuse_capture("save()")
             try:
                 hook = self._hooks.before_save
                 unhealthy = checked_reasons(None if hook is None else hook(now, measured))
             except SaveSkipped as error:
-                joint.fail(error, "before_save")
+                joint.report_failure(error, "before_save")
                 self._emit("save_skipped", str(error), step=now.step)
                 return PendingSave.skipped(now.step, due, error)
             if not is_last:
@@ -963,23 +974,23 @@ class CheckpointManager(Marking):
         self._warnings.of_capture(captured, is_whole=due.components is None)
         if due.components is None:
             self._warnings.of_omitted(captured, self._boundary.stepped())
-        unhealthy = (*unhealthy, *self._boundary.check(captured, now.step))
+        unhealthy = (*unhealthy, *self._boundary.check_captured_step(captured, now.step))
         self._warnings.of_position(now.step)
         standing = self._saver.standing
         if standing is not None and standing.step == now.step:
-            joint.stand_on(standing.folder)
+            joint.set_known_checkpoint(standing.folder)
         joint.propose(captured)
         if self._ranks.is_leader:
-            self._beginning.expect(
-                joint.size(captured),
+            self._beginning.check_first_save(
+                joint.estimate_size(captured),
                 self._saver.standing,
                 is_rollback=self._is_rollback,
-                ask=joint.probe,
+                ask=joint.probe_followers,
             )
-        part = joint.part(captured, self._owner)
+        part = joint.select_own_part(captured, self._owner)
         preparing = time.perf_counter()
         with collector_paused():
-            staged = self._saver.prepare(part, is_awaited=is_awaited)
+            staged = self._saver.prepare_save(part, is_awaited=is_awaited)
         timings = {"capture_s": captured_s, "stage_s": time.perf_counter() - preparing}
         claim = self._owner.claim
         assert claim is not None, "the beginning has claimed the run"
@@ -1009,9 +1020,9 @@ class CheckpointManager(Marking):
         # Freeing its many tensors offers the GIL to other threads; harmless while none is awake.
         # Later, another thread may keep the GIL, and the core, for milliseconds.
         del captured, part
-        return self._saver.start(staged, request, due, joint)
+        return self._saver.start_save(staged, request, due, joint)
 
-    def _checked(self, components: Iterable[str]) -> tuple[str, ...]:
+    def _check_components(self, components: Iterable[str]) -> tuple[str, ...]:
         names = (components,) if isinstance(components, str) else tuple(components)
         unknown = [name for name in names if name not in {*self.state, RNG}]
         if unknown or not names:
@@ -1033,8 +1044,8 @@ class CheckpointManager(Marking):
         *,
         is_last: bool,
     ) -> PendingSave:
-        pending = self._save(now, asked.added_to(due), metrics, is_last=is_last)
-        self._outside.tell(asked, pending.committed)
+        pending = self._begin_save(now, asked.added_to(due), metrics, is_last=is_last)
+        self._outside.answer_when_saved(asked, pending.committed)
         return pending
 
     def _check_process(self) -> None:
@@ -1045,7 +1056,7 @@ class CheckpointManager(Marking):
                 f"{self.store.url}: this manager belongs to process {self._pid}; "
                 "make one of your own after a fork"
             )
-        self._group_alarm.look()
+        self._group_alarm.warn_if_grouped()
 
     def _expect_savable(self) -> None:
         """Refuse what no save could hold, as soon as it exists."""
@@ -1065,7 +1076,7 @@ class CheckpointManager(Marking):
 
     def _drain(self, *, but_housekeeping: bool = False) -> None:
         """Wait for the previous save, and raise its error."""
-        wait = self._saver.wait_for_arenas if but_housekeeping else self._saver.settle
+        wait = self._saver.wait_for_arenas if but_housekeeping else self._saver.wait_until_idle
         wait(self._saver.limit_s)
         exits.record_raised(self)
         self._raise_failure()
@@ -1084,17 +1095,17 @@ class CheckpointManager(Marking):
         if self._refuses_existing:
             self._beginning.refuse_later(entry)
 
-    def _start(self, script: ScriptSettings) -> None:
+    def _log_fresh_start(self, script: ScriptSettings) -> None:
         """Log the start of a run that loaded nothing."""
         self._history.origins = script.origins()
         self._beginning.look_around()
         self._emit("started", f"starting a new run in {self.store.url}")
 
-    def _home(self, entry: Entry) -> Store:
-        return self._catalog.home(entry.folder)
+    def _find_store(self, entry: Entry) -> Store:
+        return self._catalog.find_store(entry.folder)
 
-    def _reader(self) -> CheckpointSearch:
-        return self._applying.reader(
+    def _make_search(self) -> CheckpointSearch:
+        return self._applying.make_search(
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
             catalog=self._catalog,
@@ -1111,7 +1122,7 @@ class CheckpointManager(Marking):
         if claim is None or not self._ranks.is_leader:
             return
         self._untrained = (entry.step, self._history.changed_settings(entry.manifest))
-        what = self._history.stand_on(entry.manifest, claim.epoch)
+        what = self._history.compare_with_base(entry.manifest, claim.epoch)
         if what:
             text = "\n".join(f"  {line}" for line in what)
             self._emit("changed", f"changed since {entry.folder}:\n{text}", step=entry.step)
@@ -1124,7 +1135,7 @@ class CheckpointManager(Marking):
         Returns the notes on settings that the script and the checkpoint have otherwise.
         """
         try:
-            replaced, origins = script.settle(found)
+            replaced, origins = script.restore_settings(found)
         except BaseException as error:
             self._applying.half_loaded = f"{found.entry.folder} was loaded without override"
             if not isinstance(error, UsageError):
@@ -1133,19 +1144,19 @@ class CheckpointManager(Marking):
                 f"{error}\n{found.entry.folder} is loaded without override. Before a save, load "
                 "again: with another override, or without one"
             ) from error
-        self._boundary.reset()
+        self._boundary.restart_after_load()
         self._warnings.loaded()
         prepared = found.prepared
-        for note in (*found.one_sided.notes, *prepared.lost, *prepared.tolerated, *replaced):
+        for note in (*found.one_sided.skip_notes, *prepared.lost, *prepared.tolerated, *replaced):
             self._emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)
         if not found.options.is_full:
             return replaced
         self._history.origins = origins
         self._quiet = _NEVER_QUIET
         self._saver.standing, self._is_rollback = found.entry, is_rollback
-        self._moments.stand_on(found.entry)
-        self._validated.begin(found.entry)
-        self._warnings.positions.start(found.entry.step)
+        self._moments.continue_from_entry(found.entry)
+        self._validated.start_from_checkpoint(found.entry)
+        self._warnings.positions.start_counting(found.entry.step)
         if found.is_proof:
             self._housekeeper.trust(found.entry)
         return replaced

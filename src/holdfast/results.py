@@ -144,7 +144,7 @@ def _marks(checkpoint: Checkpoint) -> str:
     return ", ".join(marks + [f"#{tag}" for tag in checkpoint.tags])
 
 
-def describe(
+def build_checkpoint(
     store: Store,
     entry: Entry,
     *,
@@ -216,9 +216,9 @@ class PendingSave:
         return pending
 
     def __repr__(self) -> str:
-        return f"<PendingSave of step {self.step}: {self._state()}>"
+        return f"<PendingSave of step {self.step}: {self._describe_state()}>"
 
-    def _state(self) -> str:
+    def _describe_state(self) -> str:
         error = self.failure()
         if isinstance(error, SaveSkipped):
             return "skipped"
@@ -273,7 +273,7 @@ class KnownCommit:
     order: tuple[int, int]
     save_id: str
 
-    def expect(self, latest: Entry | None, *, where: str) -> None:
+    def expect_no_rollback(self, latest: Entry | None, *, where: str) -> None:
         """Raise `RolledBack` unless `latest` is this commit or a later one."""
         wanted = f"{self.order[0]:04d}-{self.order[1]:06d}"
         if latest is None:

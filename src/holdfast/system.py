@@ -130,7 +130,7 @@ def sync(fd: int) -> None:
     os.fsync(fd)
 
 
-def sync_folder(path: str | os.PathLike[str]) -> None:
+def sync_folder_path(path: str | os.PathLike[str]) -> None:
     """Put the names in a folder on stable storage; no-op on Windows, which cannot be asked to."""
     if OPENS_FOLDERS:
         fd = os.open(path, os.O_RDONLY | CLOSED_ON_EXEC)

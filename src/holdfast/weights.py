@@ -13,23 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import HoldfastError, NoCheckpoint, StoreError, UsageError, listing
 from holdfast.interop.lazy import open_any
 from holdfast.interop.opening import open_source
-from holdfast.interop.reading import pieces
+from holdfast.interop.reading import read_pieces
 from holdfast.interop.source import Source, lost_tensors
 from holdfast.keys import Encryption
 from holdfast.loading.search import CheckpointSearch, LoadOptions, Rename
 from holdfast.ownership.access import located
 from holdfast.ownership.leases import KeptEntry
-from holdfast.results import Checkpoint, describe
+from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.root.catalog import Catalog
 from holdfast.staging.device import refuse_capture
 from holdfast.state.capture.edits import Edit, StateView, cast_floats
 from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.modules import note_loaded
-from holdfast.state.patterns import Entries, listed
+from holdfast.state.patterns import Entries, convert_names
 from holdfast.state.planning.copying import bytes_of
 from holdfast.store.base import Store
 from holdfast.threads.pools import Threads
@@ -72,7 +72,7 @@ def load_weights(
 ) -> Checkpoint: ...
 
 
-@checked()
+@check_arguments()
 def load_weights(
     source: str | os.PathLike[str] | Store,
     model: nn.Module | None = None,
@@ -113,9 +113,11 @@ def load_weights(
     refuse_capture("load_weights()")
     if model is None:
         needs = {"rename": rename is not None, "edit": edit is not None, "in_place": in_place}
-        _refuse([name for name, is_given in (needs | {"strict": not strict}).items() if is_given])
+        _refuse_options(
+            [name for name, is_given in (needs | {"strict": not strict}).items() if is_given]
+        )
         with open_any(source, which=which, encrypt=encrypt) as opened:
-            return _tensors(opened, component, include, skip)
+            return _read_tensors(opened, component, include, skip)
     narrowed: list[str] = []
     if edit is None and component in AVERAGES:
         edit = partial(_cast, component, model, narrowed)
@@ -123,8 +125,8 @@ def load_weights(
         components=(component,),
         strict=strict,
         rename=rename,
-        include=listed(include, "include"),
-        skip=listed(skip, "skip"),
+        include=convert_names(include, "include"),
+        skip=convert_names(skip, "skip"),
         edit=edit,
         rng=False,
         in_place=in_place,
@@ -138,20 +140,20 @@ def load_weights(
                 threads=threads,
                 timeout_s=READ_TIMEOUT_S,
             )
-            loaded = reader.read(kept.entry, options)
+            loaded = reader.read_candidate(kept.entry, options)
             if component in loaded.by_rank:
                 raise UsageError(
                     f"{kept.entry.folder}: each rank saved its own {component!r}, and the rank is "
                     "not known here. A CheckpointManager loads the state of its rank"
                 )
-            loaded.prepared.apply(loaded.tensors)
+            loaded.prepared.apply_values(loaded.tensors)
             note_loaded([model])
             for note in loaded.prepared.lost:
                 logger.warning("%s: %s", kept.entry.folder, note)
     finally:
-        threads.close()
+        threads.close_pools()
     notes = [f"{component}: {len(narrowed)} tensors were cast to the model's dtypes"]
-    return describe(
+    return build_checkpoint(
         store, kept.entry, notes=(*kept.notes, *loaded.prepared.notes, *notes[: len(narrowed)])
     )
 
@@ -190,18 +192,18 @@ def _is_foreign(text: str) -> bool:
     return True
 
 
-def _refuse(names: Sequence[str]) -> None:
+def _refuse_options(names: Sequence[str]) -> None:
     if names:
         raise UsageError(f"load_weights(…, {names[0]}=…): without a model there is nothing to fit")
 
 
-def _tensors(
+def _read_tensors(
     source: Source, component: str, include: Iterable[str], skip: Iterable[str]
 ) -> dict[str, Tensor]:
     """Read the chosen tensors of a component, by path."""
-    part = source.part(component)
-    wanted = Entries(listed(include, "include"), "include")
-    unwanted = Entries(listed(skip, "skip"), "skip")
+    part = source.get_component(component)
+    wanted = Entries(convert_names(include, "include"), "include")
+    unwanted = Entries(convert_names(skip, "skip"), "skip")
     keys: dict[str, str] = {}
     for path, ref in part.leaves.items():
         name = f"{component}.{path}"
@@ -229,7 +231,7 @@ def _tensors(
         if key in chosen
     }
     memories = {key: bytes_of(tensor) for key, tensor in tensors.items()}
-    for piece in pieces(source, [(component, key) for key in tensors]):
+    for piece in read_pieces(source, [(component, key) for key in tensors]):
         stop = piece.start + piece.memory.nbytes
         memories[piece.key][piece.start : stop] = np.frombuffer(piece.memory, np.uint8)
     return {path: tensors[key] for path, key in keys.items()}

@@ -13,7 +13,7 @@ from tests.cli.roots import Result
 from tests.cli.test_app import in_a_process
 from tests.maintenance.recorded import RecordedRun, three_failures
 
-from holdfast.maintenance.recorded_costs import gather
+from holdfast.maintenance.recorded_costs import read_recorded_costs
 from holdfast.policy.auto import Auto
 from holdfast.policy.triggers import Every
 from holdfast.store.local import LocalStore
@@ -43,7 +43,7 @@ def test_it_is_the_interval_of_auto_for_what_was_recorded(
     holdfast: Command, failing: Path, options: str, settings: dict[str, Any]
 ) -> None:
     auto = Auto(**settings)
-    auto.learn(gather(LocalStore(failing)).history)
+    auto.learn(read_recorded_costs(LocalStore(failing)).history)
     assert auto.plan is not None
     document = holdfast("advise", failing, "--json", *shlex.split(options)).document
     assert document["interval_s"] == auto.plan.interval_s

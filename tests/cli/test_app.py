@@ -19,7 +19,7 @@ from tests.cli.roots import Result
 
 from holdfast.cli import main
 from holdfast.cli.options import Argument
-from holdfast.cli.output import Code, json_safe, printable, size
+from holdfast.cli.output import Code, format_nbytes, json_safe, printable
 
 Command = Callable[..., Result]
 
@@ -356,7 +356,7 @@ def test_no_word_of_a_table_is_broken_on_a_narrow_terminal(root: Path) -> None:
     ],
 )
 def test_sizes_are_for_people(nbytes: int, text: str) -> None:
-    assert size(nbytes) == text
+    assert format_nbytes(nbytes) == text
 
 
 def test_odd_values_are_safe_to_print_and_to_parse() -> None:

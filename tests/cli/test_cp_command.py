@@ -16,7 +16,7 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Deleted
 from holdfast.maintenance.verify import verify_root
-from holdfast.replication.copy_checkpoints import _expect_same_run, copy, plan
+from holdfast.replication.copy_checkpoints import _expect_same_run, copy_checkpoints, plan_copies
 from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -124,7 +124,7 @@ def test_a_training_that_claims_the_target_after_it_was_found_free_keeps_its_cla
     """Rule 9: a claim is replaced only if it was there before the target was found free."""
     source, target = LocalStore(root), LocalStore(tmp_path / "copy")
     target.make_folder("")
-    planned = plan(source, target, [folder_of(root, 100).name])
+    planned = plan_copies(source, target, [folder_of(root, 100).name])
     with ExitStack() as training:
 
         def then_claimed(*given: Any) -> None:
@@ -135,7 +135,7 @@ def test_a_training_that_claims_the_target_after_it_was_found_free_keeps_its_cla
 
         monkeypatch.setattr("holdfast.replication.copy_checkpoints._expect_same_run", then_claimed)
         with pytest.raises(UsageError, match="holds another run"):
-            [*copy(source, target, planned, emit=Emitter(()))]
+            [*copy_checkpoints(source, target, planned, emit=Emitter(()))]
     assert steps(tmp_path / "copy") == [1]
 
 
@@ -258,7 +258,7 @@ def test_a_copy_of_all_leaves_out_what_was_deleted_or_differs_there(
 ) -> None:
     copy_root = tmp_path / "copy"
     assert holdfast("cp", f"{root}@step=100", f"{root}@step=200", copy_root).code == 0
-    entry = Catalog(LocalStore(copy_root)).resolve("step=100")
+    entry = Catalog(LocalStore(copy_root)).find_checkpoint("step=100")
     gone = Deleted(save_id=entry.manifest.save_id, by="writer 9", reason="test")
     LocalStore(copy_root).put(f"{entry.folder}/manifest.json", gone.encode())
     result = holdfast("cp", root, copy_root, "--all", "--json")
@@ -315,7 +315,9 @@ def resumed_twice() -> MemoryStore:
 
 def copied(source: MemoryStore, target: Any) -> None:
     folders = [entry.folder for entry in Catalog(source).checkpoints()]
-    for _ in copy(source, target, plan(source, target, folders), emit=Emitter(())):
+    for _ in copy_checkpoints(
+        source, target, plan_copies(source, target, folders), emit=Emitter(())
+    ):
         pass
 
 
@@ -325,7 +327,9 @@ def test_a_killed_copy_does_not_keep_a_backup_from_growing() -> None:
     (second, first) = [entry.folder for entry in Catalog(source).checkpoints()]
 
     def copied_one(store: Any, folder: str) -> None:
-        for _ in copy(source, store, plan(source, store, [folder]), emit=Emitter(())):
+        for _ in copy_checkpoints(
+            source, store, plan_copies(source, store, [folder]), emit=Emitter(())
+        ):
             pass
 
     fault = Fault(kind="stop_after", op="put", at=2)
@@ -360,4 +364,4 @@ def test_after_a_stop_anywhere_the_copy_verifies_and_can_be_repeated(
         copied(source, store)
         assert [entry.step for entry in Catalog(store).checkpoints()] == [2, 1], fault
         assert verify_root(store).ok, fault
-        assert Catalog(store).resolve().step == 2
+        assert Catalog(store).find_checkpoint().step == 2

@@ -18,12 +18,12 @@ from children import environment
 from holdfast import Encryption, keys
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Emitter
-from holdfast.maintenance.delete import examine, remove
+from holdfast.maintenance.delete import delete_as_planned, examine
 from holdfast.maintenance.verify import verify_root
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.leases import leased
 from holdfast.root.catalog import Catalog
-from holdfast.root.commit import settle
+from holdfast.root.commit import sync_checkpoint
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -160,15 +160,15 @@ def test_a_reader_that_comes_after_the_claim_keeps_it_and_the_answer_says_what_h
     longer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, quiet = LocalStore(longer), Emitter(())
-    entry = Catalog(store).resolve("step=400")
+    entry = Catalog(store).find_checkpoint("step=400")
     with ExitStack() as readers:
 
         def late(*given: Any) -> None:
             readers.enter_context(leased(store, entry.folder, emit=quiet))
-            settle(*given)
+            sync_checkpoint(*given)
 
-        monkeypatch.setattr("holdfast.maintenance.delete.settle", late)
-        why = remove(store, examine(store, entry), reason="test", emit=quiet)
+        monkeypatch.setattr("holdfast.maintenance.delete.sync_checkpoint", late)
+        why = delete_as_planned(store, examine(store, entry), reason="test", emit=quiet)
     before = folder_of(longer, 300).name
     assert f"reads it; but the run begins from {before} from now on" in why
     assert steps(longer) == [400, 300, 200, 100]
@@ -295,7 +295,9 @@ def three(store: Store) -> None:
 
 def removed(store: Store, step: int, components: tuple[str, ...]) -> None:
     (entry,) = (e for e in Catalog(store).checkpoints() if e.step == step)
-    why = remove(store, examine(store, entry, components), reason="test", emit=Emitter(()))
+    why = delete_as_planned(
+        store, examine(store, entry, components), reason="test", emit=Emitter(())
+    )
     assert why == ""
 
 

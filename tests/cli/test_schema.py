@@ -14,7 +14,7 @@ from tests.cli.schemas import validated
 from tests.cli.test_app import is_group
 
 from holdfast.cli import schema
-from holdfast.cli.answers.base import Document, of
+from holdfast.cli.answers.base import Document, make_answer
 from holdfast.cli.answers.training import Save
 
 Command = Callable[..., Result]
@@ -37,10 +37,10 @@ def test_every_member_says_what_it_is(command: str) -> None:
 
 def test_an_answer_that_differs_from_its_schema_is_found() -> None:
     whole = {"root": "r", "folder": "f", "step": 3, "tags": [], "waited_s": float("inf")}
-    assert of(Save, whole).step == 3
+    assert make_answer(Save, whole).step == 3
     for wrong in ({**whole, "more": 1}, {**whole, "step": "3"}):
         with pytest.raises(msgspec.ValidationError):
-            of(Save, wrong)
+            make_answer(Save, wrong)
     answer = {"holdfast": 1, **whole, "waited_s": "inf"}
     assert validated(["save", "r", "--json"], json.dumps(answer)) == "save"
     for wrong in ({**answer, "more": 1}, {**answer, "step": "3"}, {**answer, "holdfast": 2}):

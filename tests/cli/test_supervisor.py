@@ -64,7 +64,7 @@ class Script:
         self._signals = iter(signals)
         self.pauses: list[float] = []
 
-    def live(self) -> ChildEnding:
+    def run_to_end(self) -> ChildEnding:
         return replace(next(self._endings), duration_s=next(self._seconds, 1.0))
 
     def pause(self, delay_s: float) -> int | None:
@@ -259,7 +259,7 @@ def test_a_signal_reaches_the_child_which_may_end_as_it_likes(
         f"signal.signal({int(number)}, lambda *_: os._exit(75))\n"
         f"os.kill(os.getppid(), {int(number)})\n"
         "while True: time.sleep(0.01)"
-    ).live()
+    ).run_to_end()
     assert ending == ChildEnding(returncode=75, asked=number)
 
 
@@ -272,7 +272,7 @@ def test_a_child_that_does_not_listen_is_killed_when_its_grace_ends(
         "os.kill(os.getppid(), signal.SIGTERM)\n"
         "while True: time.sleep(0.01)",
         grace_s=0.0,
-    ).live()
+    ).run_to_end()
     assert ending == ChildEnding(returncode=-signal.SIGKILL, asked=signal.SIGTERM)
 
 
@@ -284,7 +284,7 @@ def test_the_first_signal_is_the_one_that_asked_and_later_ones_are_forwarded_too
         "signal.signal(signal.SIGTERM, lambda *_: os._exit(9))\n"
         "os.kill(os.getppid(), signal.SIGUSR1)\n"
         "while True: time.sleep(0.01)"
-    ).live()
+    ).run_to_end()
     assert ending == ChildEnding(returncode=9, asked=signal.SIGUSR1)
 
 
@@ -307,7 +307,7 @@ def test_helpers_of_a_crashed_child_do_not_outlive_it(
         "helper = subprocess.Popen([sys.executable, '-S', '-c', 'import signal; signal.pause()'])\n"
         f"open({file!r}, 'w').write(str(helper.pid))\n"
         "os.kill(os.getpid(), signal.SIGSEGV)"
-    ).live()
+    ).run_to_end()
     assert ending == ChildEnding(returncode=-signal.SIGSEGV)
     with open(file, encoding="utf-8") as written:
         assert not is_alive(int(written.read()))
@@ -330,7 +330,7 @@ def test_a_training_behind_a_shell_may_save_though_the_shell_dies_at_once(
     )
     ending = child(
         f"subprocess.run([sys.executable, '-S', '-c', {saving!r}, str(os.getppid())])"
-    ).live()
+    ).run_to_end()
     assert ending == ChildEnding(returncode=-signal.SIGTERM, asked=signal.SIGTERM)
     assert os.path.exists(f"{tmp_path}/saved")
 
@@ -360,14 +360,14 @@ def test_a_command_that_is_not_there_is_a_wrong_call_at_first_and_a_failure_late
     child: Callable[..., ChildProcess], tmp_path: object
 ) -> None:
     with pytest.raises(UsageError, match="No such file"):
-        ChildProcess([f"{tmp_path}/none"], grace_s=1).live()
+        ChildProcess([f"{tmp_path}/none"], grace_s=1).run_to_end()
     path = f"{tmp_path}/once"
     with open(path, "w", encoding="utf-8") as file:
         file.write('#!/bin/sh\nrm "$0"\nexit 4\n')
     os.chmod(path, 0o700)
     with ChildProcess([path], grace_s=1) as process:
-        assert process.live() == ChildEnding(returncode=4)
-        second = process.live()
+        assert process.run_to_end() == ChildEnding(returncode=4)
+        second = process.run_to_end()
     assert second.returncode is None
     assert "No such file" in second.error
 

@@ -68,14 +68,14 @@ def test_what_is_known_is_not_read_again_and_deletions_are_seen_all_the_same() -
     clock = iter([0.0, 1.0, 2.0, 3.0, 4.0, 100.0, 101.0, 102.0, 103.0])
     noted = FaultyStore(store)
     watcher = Watcher(noted, clock=lambda: next(clock))
-    assert watcher.look().last_step == 3
+    assert watcher.observe_root().last_step == 3
     before = len(noted.ops)
-    assert watcher.look().last_step == 3
+    assert watcher.observe_root().last_step == 3
     assert len(noted.ops) - before <= 10
     assert not any(key.endswith("manifest.json") for _, key in noted.ops[before:])
     newest = str(Catalog(store).attempts()[0])
     assert retracted(store, newest)
-    steps = {watcher.look().last_step for _ in range(4)}
+    steps = {watcher.observe_root().last_step for _ in range(4)}
     assert 2 in steps
 
 

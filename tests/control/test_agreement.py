@@ -39,8 +39,8 @@ def on_all(ranks: Sequence[Coordinator], rank: Callable[[Coordinator], Got]) -> 
 
 
 def look_on(agreed: SaveStepAgreement) -> None:
-    """Call `look` until it returns a wish."""
-    while agreed.look() is None:
+    """Call `count_call` until it returns a wish."""
+    while agreed.count_call() is None:
         pass
 
 
@@ -70,15 +70,15 @@ def test_all_ranks_get_each_wish_once_and_at_the_same_call(
         waiting, got, count = list(wishes), [], 0
         while len(got) < len(wishes):
             count += 1
-            wish = agreed.look()
+            wish = agreed.count_call()
             if wish is not None:
                 got.append((count, wish))
             if coordinator.is_leader and waiting and not agreed.is_asking:
-                agreed.ask(waiting.pop(0))
+                agreed.propose_wish(waiting.pop(0))
             time.sleep(speed.choice(pauses))
             if count % 20 == 0:
                 collective.wait(PATIENCE_S)
-        agreed.close()
+        agreed.leave_agreement()
         return got
 
     first, *others = on_all(ThreadCoordinator.for_ranks(world_size), run)
@@ -92,16 +92,16 @@ def test_a_rank_waits_for_a_slow_one_only_at_the_position_it_promised() -> None:
         SaveStepAgreement(r, timeout_s=PATIENCE_S, warn=print)
         for r in ThreadCoordinator.for_ranks(2)
     )
-    follower.look()
-    leader.look()
-    leader.ask(b"wish")
+    follower.count_call()
+    leader.count_call()
+    leader.propose_wish(b"wish")
     count, wish = 1, None
     while wish is None:
-        count, wish = count + 1, leader.look()
+        count, wish = count + 1, leader.count_call()
     assert wish == b"wish"
-    assert [follower.look() for _ in range(2, count + 1)] == [None] * (count - 2) + [b"wish"]
-    leader.close()
-    follower.close()
+    assert [follower.count_call() for _ in range(2, count + 1)] == [None] * (count - 2) + [b"wish"]
+    leader.leave_agreement()
+    follower.leave_agreement()
 
 
 def silent(ranks: list[ThreadCoordinator]) -> None:
@@ -111,8 +111,8 @@ def silent(ranks: list[ThreadCoordinator]) -> None:
 def closed(ranks: list[ThreadCoordinator]) -> None:
     """The follower was closed before it was asked."""
     agreed = SaveStepAgreement(ranks[1], timeout_s=PATIENCE_S, warn=print)
-    agreed.look()
-    agreed.close()
+    agreed.count_call()
+    agreed.leave_agreement()
 
 
 @pytest.mark.parametrize(("lost", "error"), [(silent, RanksSilent), (closed, RanksFailed)])
@@ -126,13 +126,13 @@ def test_a_lost_rank_is_named_in_all_others_at_the_deadline(
         if coordinator.rank == 1:
             return []
         agreed = SaveStepAgreement(coordinator, timeout_s=PATIENCE_S, warn=print)
-        agreed.look()
+        agreed.count_call()
         if coordinator.is_leader:
-            agreed.ask(b"wish", timeout_s=BRIEF_S)
+            agreed.propose_wish(b"wish", timeout_s=BRIEF_S)
         for _ in range(2):  # it stays so
             with pytest.raises(error if coordinator.is_leader else RanksFailed, match="rank 1"):
                 look_on(agreed)
-        agreed.close()
+        agreed.leave_agreement()
         return [(coordinator.rank, b"named")]
 
     assert on_all(ranks, run) == [[(0, b"named")], [], [(2, b"named")]]
@@ -141,11 +141,11 @@ def test_a_lost_rank_is_named_in_all_others_at_the_deadline(
 def test_a_follower_whose_leader_is_lost_raises_at_its_promise() -> None:
     leader, follower = ThreadCoordinator.for_ranks(2)
     agreed = SaveStepAgreement(follower, timeout_s=BRIEF_S, warn=print)
-    agreed.look()
+    agreed.count_call()
     leader.announce(f"question 0 of agreement {leader.number()}", b"where", timeout_s=1)
     with pytest.raises(RanksSilent, match="rank 0"):
         look_on(agreed)
-    agreed.close()
+    agreed.leave_agreement()
 
 
 def test_threads_end_when_the_leader_is_closed() -> None:
@@ -154,9 +154,9 @@ def test_threads_end_when_the_leader_is_closed() -> None:
         for rank in ThreadCoordinator.for_ranks(3)
     ]
     for each in agreed:
-        each.look()
+        each.count_call()
     for each in agreed:
-        each.close()
+        each.leave_agreement()
     for thread in threading.enumerate():
         if thread.name == "holdfast-agreed":
             thread.join(PATIENCE_S)
@@ -166,5 +166,5 @@ def test_threads_end_when_the_leader_is_closed() -> None:
 def test_one_rank_starts_no_thread() -> None:
     (alone,) = ThreadCoordinator.for_ranks(1)
     before = threading.active_count()
-    assert SaveStepAgreement(alone, timeout_s=PATIENCE_S, warn=print).look() is None
+    assert SaveStepAgreement(alone, timeout_s=PATIENCE_S, warn=print).count_call() is None
     assert threading.active_count() == before

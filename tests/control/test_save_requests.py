@@ -12,12 +12,19 @@ import msgspec
 import pytest
 
 from holdfast.control import save_requests
-from holdfast.control.save_requests import Request, Requests, answer_to, ask, is_open, withdraw
+from holdfast.control.save_requests import (
+    Request,
+    Requests,
+    answer_to,
+    is_open,
+    put_save_request,
+    withdraw,
+)
 from holdfast.errors import AccessDenied, StoreError, TransientStoreError, UsageError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import AnswerRecord, RequestRecord
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.ownership.process import this_process, utc_now
 from holdfast.store.base import Buffer, Store
 from holdfast.store.local import LocalStore
@@ -45,7 +52,7 @@ def found(store: LocalStore, recorder: Recorder) -> Iterator[Requests]:
     """The owner's side, which looks whenever it is asked."""
     side = Requests(store, poll_s=0.0, emit=Emitter((recorder,)))
     yield side
-    side.close()
+    side.stop_answering()
 
 
 def names(requests: tuple[Request, ...]) -> list[str]:
@@ -63,7 +70,7 @@ def record(**changes: Any) -> RequestRecord:
 
 
 def test_what_was_asked_is_found_once(store: LocalStore, found: Requests) -> None:
-    name = ask(store, reason="before the change", tags=["good", "better"])
+    name = put_save_request(store, reason="before the change", tags=["good", "better"])
     (request,) = found.poll()
     assert request.name == name
     assert request.tags == ("good", "better")
@@ -76,7 +83,7 @@ def test_an_empty_file_asks_without_tags_and_has_no_answer(found: Requests, fold
     (request,) = found.poll()
     assert request == Request(name="now", tags=(), reason="request", asker=None)
     found.answer(request, folder=FOLDER)
-    found.close()
+    found.stop_answering()
     assert list(folder.iterdir()) == []
 
 
@@ -88,17 +95,17 @@ def test_the_folder_for_files_is_there_when_the_run_is_claimed(ram_path: Path) -
     store.make_folder("writers")
     assert side.poll() == ()
     assert (ram_path / "run" / "requests").is_dir()
-    side.close()
+    side.stop_answering()
 
 
 def test_an_answered_request_is_gone_and_its_asker_is_told(
     store: LocalStore, found: Requests
 ) -> None:
-    first, second = ask(store), ask(store)
+    first, second = put_save_request(store), put_save_request(store)
     by_name = {request.name: request for request in found.poll()}
     found.answer(by_name[first], folder=FOLDER)
     found.answer(by_name[second], error="the disk is full")
-    found.close()
+    found.stop_answering()
     for name, folder, error in ((first, FOLDER, None), (second, None, "the disk is full")):
         answer = answer_to(store, name)
         assert answer is not None
@@ -128,41 +135,41 @@ def wait_until_gone(path: Path) -> None:
 def test_a_withdrawn_request_is_not_answered(
     store: LocalStore, found: Requests, folder: Path
 ) -> None:
-    name = ask(store)
+    name = put_save_request(store)
     (request,) = found.poll()
     withdraw(store, name)
     found.answer(request, folder=FOLDER)
-    found.close()
+    found.stop_answering()
     assert list(folder.iterdir()) == []
 
 
 def test_a_request_that_lay_there_before_is_honoured_by_the_next_owner(
     store: LocalStore, found: Requests
 ) -> None:
-    name = ask(store)
+    name = put_save_request(store)
     assert names(found.poll()) == [name]
-    found.close()
+    found.stop_answering()
     later = Requests(store)
     assert names(later.poll()) == [name]
-    later.close()
+    later.stop_answering()
 
 
 def test_looks_are_rare(store: LocalStore) -> None:
     side = Requests(store, poll_s=1e6)
     assert side.poll() == ()
-    ask(store)
+    put_save_request(store)
     assert side.poll() == ()
-    side.close()
+    side.stop_answering()
 
 
 def test_after_the_close_nothing_is_found_and_answers_still_arrive(
     store: LocalStore, found: Requests
 ) -> None:
-    name = ask(store)
+    name = put_save_request(store)
     (request,) = found.poll()
-    ask(store)
-    found.close()
-    found.close()
+    put_save_request(store)
+    found.stop_answering()
+    found.stop_answering()
     assert found.poll() == ()
     found.answer(request, folder=FOLDER)
     assert answer_to(store, name) is not None
@@ -188,7 +195,7 @@ def test_a_broken_request_is_refused_and_removed(
     name = f"{'b' * 32}.json"
     (folder / name).write_bytes(data)
     assert found.poll() == ()
-    found.close()
+    found.stop_answering()
     assert [path.name for path in folder.iterdir()] == [f"{name}.answer"]
     answer = answer_to(store, name)
     assert answer is not None
@@ -205,7 +212,7 @@ def test_files_of_others_are_no_requests(found: Requests, folder: Path, recorder
         (folder / name).write_bytes(data)
     for _ in range(3):
         assert found.poll() == ()
-    found.close()
+    found.stop_answering()
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == mine
     assert len(recorder.of("warning")) == 4
     assert all("left alone" in event.message for event in recorder.of("warning"))
@@ -231,13 +238,13 @@ def test_a_folder_that_is_a_link_is_told_once_and_harms_nothing(
     side = Requests(LocalStore(ram_path), poll_s=0.0, emit=Emitter((recorder,)))
     for _ in range(3):
         assert side.poll() == ()
-    side.close()
+    side.stop_answering()
     assert len(recorder.of("warning")) == 1
     assert (tmp_path / "now").exists()
 
 
 def test_of_many_at_once_some_are_read_at_each_look(found: Requests, store: LocalStore) -> None:
-    asked = {ask(store) for _ in range(250)}
+    asked = {put_save_request(store) for _ in range(250)}
     seen = [names(found.poll()) for _ in range(4)]
     assert [len(some) for some in seen] == [100, 100, 50, 0]
     assert set().union(*seen) == asked
@@ -286,11 +293,11 @@ def test_without_folders_a_thread_looks_and_sees_what_comes_later() -> None:
     store: Store = MemoryStore()
     side = Requests(store, poll_s=0.001)
     side.poll()
-    name = ask(store, tags=["a"])
+    name = put_save_request(store, tags=["a"])
     (request,) = poll_until_found(side)
     assert (request.name, request.tags) == (name, ("a",))
     side.answer(request, folder=FOLDER)
-    side.close()
+    side.stop_answering()
     assert answer_to(store, name) is not None
     assert not is_open(store, name)
 
@@ -310,26 +317,26 @@ def test_keys_below_a_request_are_passed_over() -> None:
     store.put("requests/now", b"")
     side = Requests(store, poll_s=0.001)
     assert names(poll_until_found(side)) == ["now"]
-    side.close()
+    side.stop_answering()
 
 
 def test_a_store_that_fails_is_told_once_and_looked_at_again(recorder: Recorder) -> None:
     store = Failing()
     tray = save_requests._Tray(store, Emitter((recorder,)), Background("tray"))
-    name = ask(store)
+    name = put_save_request(store)
     store.refused["list"] = TransientStoreError("slow down")
     for _ in range(3):
-        assert tray.look() == []
+        assert tray.queue_new_requests() == []
     store.refused = {"get": TransientStoreError("slow down more")}
     for _ in range(3):
-        assert tray.look() == []
+        assert tray.queue_new_requests() == []
     assert [event.message.rpartition(": ")[2] for event in recorder.of("warning")] == [
         "slow down",
         "slow down more",
     ]
     store.refused = {}
-    tray.look()
-    assert names(tray.take()) == [name]
+    tray.queue_new_requests()
+    assert names(tray.pop_queued_requests()) == [name]
 
 
 def test_a_request_that_cannot_be_opened_is_left_alone_and_not_tried_for_ever(
@@ -337,17 +344,17 @@ def test_a_request_that_cannot_be_opened_is_left_alone_and_not_tried_for_ever(
 ) -> None:
     store = Failing()
     tray = save_requests._Tray(store, Emitter((recorder,)), Background("tray"))
-    ask(store)
+    put_save_request(store)
     store.refused["get"] = AccessDenied("not yours")
-    assert tray.look() == tray.look() == []
+    assert tray.queue_new_requests() == tray.queue_new_requests() == []
     assert len(store.children("requests")) == len(recorder.of("warning")) == 1
 
 
 def test_an_answer_is_tried_again(recorder: Recorder) -> None:
     store = Failing()
     tray = save_requests._Tray(store, Emitter((recorder,)), ended())
-    name = ask(store)
-    tray.settle(name, AnswerRecord(folder=FOLDER, error=None, created=utc_now()))
+    name = put_save_request(store)
+    tray.answer_request(name, AnswerRecord(folder=FOLDER, error=None, created=utc_now()))
     assert answer_to(store, name) is not None
     assert recorder.events == []
 
@@ -355,9 +362,9 @@ def test_an_answer_is_tried_again(recorder: Recorder) -> None:
 def test_an_answer_that_cannot_be_given_is_told_and_stops_nothing(recorder: Recorder) -> None:
     store = Failing()
     tray = save_requests._Tray(store, Emitter((recorder,)), ended())
-    name = ask(store)
+    name = put_save_request(store)
     store.refused["put"] = AccessDenied("read-only")
-    tray.settle(name, AnswerRecord(folder=FOLDER, error=None, created=utc_now()))
+    tray.answer_request(name, AnswerRecord(folder=FOLDER, error=None, created=utc_now()))
     (event,) = recorder.of("housekeeping_failed")
     assert "read-only" in event.message
     assert is_open(store, name)
@@ -384,15 +391,15 @@ def test_a_wrong_request_is_not_put(
     store: LocalStore, folder: Path, options: dict[str, Any]
 ) -> None:
     with pytest.raises(UsageError):
-        ask(store, **options)
+        put_save_request(store, **options)
     assert list(folder.iterdir()) == []
 
 
 def test_the_error_in_an_answer_may_be_any_text(store: LocalStore, found: Requests) -> None:
-    name = ask(store)
+    name = put_save_request(store)
     (request,) = found.poll()
     found.answer(request, error="bad name \udc80 " + "x" * 100_000)
-    found.close()
+    found.stop_answering()
     answer = answer_to(store, name)
     assert answer is not None
     assert answer.error is not None
@@ -413,9 +420,9 @@ def test_gc_removes_answers_for_which_nobody_waits(store: LocalStore, folder: Pa
     put_answer(store, "nobody")
     (folder / "damaged.answer").write_bytes(b"x")
     (folder / "now").touch()
-    planned = collect(store, dry_run=True).removed
+    planned = collect_garbage(store, dry_run=True).removed
     assert len(list(folder.iterdir())) == 6
-    assert collect(store).removed == planned
+    assert collect_garbage(store).removed == planned
     assert sorted(path.name for path in folder.iterdir()) == [
         "alive.answer",
         "damaged.answer",  # not known to be an answer
@@ -425,7 +432,7 @@ def test_gc_removes_answers_for_which_nobody_waits(store: LocalStore, folder: Pa
 
 def test_gc_says_what_it_cannot_remove_and_goes_on(ram_path: Path, tmp_path: Path) -> None:
     (ram_path / "requests").symlink_to(tmp_path)
-    report = collect(LocalStore(ram_path))
+    report = collect_garbage(LocalStore(ram_path))
     assert report.failed[0][0] == "requests"
 
 
@@ -436,8 +443,8 @@ def test_what_lay_there_before_the_claim_is_honoured_once_with_all_its_tags(
     with run.manager(ram_path, sinks=()) as manager:
         manager.save(1).wait()
     store = LocalStore(ram_path)
-    ask(store, tags=["a"])
-    asked = ask(store, tags=["b", "a"])
+    put_save_request(store, tags=["a"])
+    asked = put_save_request(store, tags=["b", "a"])
     (ram_path / "requests" / "now").touch()
     with run.manager(ram_path, sinks=()) as manager:
         assert manager.resume() is not None
@@ -459,7 +466,7 @@ def test_a_request_joins_the_save_that_is_due(ram_path: Path) -> None:
     run = new_run()
     with run.manager(ram_path, sinks=(), every="1step") as manager:
         manager.resume()
-        name = ask(manager.store, tags=["a"], reason="mine")
+        name = put_save_request(manager.store, tags=["a"], reason="mine")
         run.train()
         pending = manager.maybe_save(1)
         assert pending is not None

@@ -12,7 +12,7 @@ from torch import nn
 
 from holdfast.interop import export_checkpoint, import_checkpoint
 from holdfast.interop.roots import release_all
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.verify import verify_root
 from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
@@ -63,7 +63,7 @@ def check_import(root: Path, newest: int) -> None:
     import_checkpoint(root.parent / FILE, root, step=3)
     _expect_sound(root, 3)
     store = LocalStore(root)
-    collect(store)
+    collect_garbage(store)
     folders = {entry.folder for entry in Catalog(store).checkpoints()}
     kept = {path.name for path in root.iterdir() if path.is_dir() and not path.is_symlink()}
     kept -= {"writers", "readers"}

@@ -40,7 +40,7 @@ from holdfast.events import Event
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
@@ -147,7 +147,7 @@ def look(
 def clean_up(root: str | Path, *, most: int = 3) -> None:
     """After gc nothing is left but what is committed, at most so many."""
     store = open_store(root)
-    collect(store)
+    collect_garbage(store)
     expect_no_junk(store, str(root))
     if not 1 <= len(survey(store)) <= most:
         raise AssertionError(f"{len(survey(store))} checkpoints")
@@ -170,7 +170,7 @@ def expect_no_junk(store: Store, root: str) -> None:
     }
     attempts = {f"{name}/{layout.MANIFEST}" for name in Catalog(store).attempts()}
     _expect_objects(store, files | attempts)
-    collect(store, dead_epochs=range(1, Catalog(store).highest_epoch() + 1))
+    collect_garbage(store, dead_epochs=range(1, Catalog(store).highest_epoch() + 1))
     _expect_objects(store, files)
 
 

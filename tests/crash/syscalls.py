@@ -39,7 +39,7 @@ from holdfast.cli.cp import copy_all
 from holdfast.cli.rm import Leave, rm, thin
 from holdfast.errors import NoCheckpoint
 from holdfast.format import layout
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.manager import CheckpointManager
 from holdfast.ownership import deletion
 from holdfast.root.catalog import Catalog
@@ -233,7 +233,7 @@ def later_save(way: Way, root: Path, told: int) -> Act:
 
 def gc(way: Way, root: Path, told: int) -> Act:
     """The removal of everything that a killed writer left."""
-    return lambda: collect(LocalStore(root))
+    return lambda: collect_garbage(LocalStore(root))
 
 
 def resume(way: Way, root: Path, told: int) -> Act:
@@ -307,8 +307,8 @@ def cp_again(root: Path) -> None:
     copies = storm.survey(copy)
     assert [entry.step for entry in copies] == [3, 1], copies
     storm.expect_whole(copy, copies)
-    assert Catalog(copy).resolve().step == 3
-    collect(copy)
+    assert Catalog(copy).find_checkpoint().step == 3
+    collect_garbage(copy)
     storm.expect_no_junk(copy, copy.url)
 
 
@@ -331,7 +331,7 @@ def rm_again(step: int, left: list[int]) -> Callable[[Path], None]:
         except NoCheckpoint:
             assert step not in {entry.step for entry in storm.survey(LocalStore(root))}
         assert [entry.step for entry in storm.survey(LocalStore(root))] == left
-        assert Catalog(LocalStore(root)).resolve().step == left[0]
+        assert Catalog(LocalStore(root)).find_checkpoint().step == left[0]
 
     return again
 

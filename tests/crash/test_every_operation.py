@@ -19,7 +19,7 @@ import pytest
 
 from holdfast import errors
 from holdfast.maintenance import gc as gc_module
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.verify import verify
 from holdfast.ownership import deletion
 from holdfast.policy.rules import Last
@@ -52,7 +52,7 @@ def scenario(
         for step in range(last + 1, last + 4):
             acknowledged.append(save_and_go_on(manager, tiny, step).step)
         manager.wait()
-    collect(store)
+    collect_garbage(store)
 
 
 def check(
@@ -75,7 +75,7 @@ def check(
         manager.wait()
         kept = {entry.folder for entry in Catalog(store).checkpoints()}
         assert 1 <= len(kept) <= num_kept
-    collect(store)
+    collect_garbage(store)
     files = [info.key for info in store.list() if not info.key.startswith("writers/")]
     loose = [
         k for k in files if k.partition("/")[0] not in kept and not k.endswith("manifest.json")

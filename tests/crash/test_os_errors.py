@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from holdfast import errors
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
@@ -201,7 +201,7 @@ def assert_errors_harm_nothing(root: Path, way: Way, strides: Mapping[str, int])
             code = next(codes)
             tried = save_so(root, way, name, at, code)
             assert tried.before == before + way.num_before, tried
-            collect(store)
+            collect_garbage(store)
             for entry in Catalog(store).checkpoints():
                 report = verify(store, entry.folder)
                 assert report.ok, report.problems

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import warm
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.verify import verify_root
 from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
@@ -132,7 +132,7 @@ def test_a_paused_writer_cannot_commit_what_gc_removed(tmp_path: Path) -> None:
     second = Child(tmp_path, steps=1, takeover=True)
     assert second.told("saved") == 2
     second.end()
-    collect(LocalStore(tmp_path))
+    collect_garbage(LocalStore(tmp_path))
     first.process.send_signal(signal.SIGCONT)
     first.go_on()
     assert first.told("error") == "Superseded"

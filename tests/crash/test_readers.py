@@ -133,14 +133,14 @@ def test_a_hundred_saves_hold_the_state_of_their_call(
     assert save_and_change(ram_path / "right", 100, changed) == 0
     # The mutant copies in the background, when the tensors have changed already.
     late: list[Callable[[], object]] = []
-    prepare, write_files = Stager.prepare, save_module._write_own
+    prepare, write_files = Stager.prepare_staging, save_module._write_own
 
     def prepare_late(stager: Stager, captured: Captured, **options: Any) -> Staged:
         staged = prepare(stager, captured)
         late.append(lambda: prepare(stager, captured))
         return staged
 
-    monkeypatch.setattr(Stager, "prepare", prepare_late)
+    monkeypatch.setattr(Stager, "prepare_staging", prepare_late)
 
     def copy_and_write(*args: Any) -> Any:
         assert changed.wait(60)

@@ -93,7 +93,7 @@ def expect_ledger_right(
 ) -> None:
     """What is noted as sent is there, unless the remote rule does not keep it any more."""
     kept_from = in_remote[NUM_LATEST - 1].step if len(in_remote) >= NUM_LATEST else 0
-    notes = Ledger(local).notes()
+    notes = Ledger(local).read_notes()
     sent = {name for name, note in notes.items() if note is not None and note.state == "uploaded"}
     gone = sent - {entry.folder for entry in in_remote}
     lost = [

@@ -25,7 +25,7 @@ import torch
 
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.ownership import deletion
 from holdfast.root import commit as commit_module
 from holdfast.root.catalog import Catalog
@@ -64,7 +64,7 @@ def run(root: Path, way: Way) -> None:
     store = LocalStore(root)
     left = begun(store, label="left", epoch=1, sequence=9)
     store.put(f"{left.folder}/{layout.INDEX}", b'{"holdfast":1')
-    collect(store)
+    collect_garbage(store)
 
 
 def _without_sync(is_skipped: Callable[[int], bool]) -> None:

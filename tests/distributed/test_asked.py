@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.run import run_ranks
-from holdfast.control.save_requests import ask
+from holdfast.control.save_requests import put_save_request
 from holdfast.control.stop import Stop
 from holdfast.errors import RanksSilent
 from holdfast.manager import CheckpointManager
@@ -70,7 +70,7 @@ def send(
 def request(manager: CheckpointManager, step: int) -> None:
     """Ask for a save as `holdfast save` does, once the run is claimed."""
     if step == 20 and dist.get_rank() == 0:
-        ask(manager.store, "0" * 32, reason="a look", tags=["seen"])
+        put_save_request(manager.store, "0" * 32, reason="a look", tags=["seen"])
 
 
 @pytest.mark.parametrize("num_ranks", [2, *full(4)])

@@ -197,7 +197,7 @@ def test_what_a_lost_rank_was_to_send_is_missed() -> None:
     operations = [_Operation(dist.irecv, peer, torch.empty(3)) for peer in (1, 2)]
     transfer = _GroupTransfer(operations, lambda _: [], {1})
     with pytest.raises(errors.Disconnected, match=r"ranks \[1\]: an earlier transfer has failed"):
-        transfer.wait(1.0)
+        transfer.wait_until_done(1.0)
 
 
 def make_alone(root: Path, broadcasting: int, rank: int) -> str:

@@ -223,7 +223,7 @@ def check_loaded(wholes: Wholes, state: Mapping[str, Any]) -> None:
 def load(state: Mapping[str, Any], stored: Stored, wholes: Wholes) -> Prepared:
     """Load into a state, and train on; the optimizer must work on what was made."""
     prepared = prepare(state, stored, where="the checkpoint", rng=False)
-    prepared.apply(parts_for(prepared, wholes))
+    prepared.apply_values(parts_for(prepared, wholes))
     check_loaded(wholes, state)
     return prepared
 

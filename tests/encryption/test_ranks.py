@@ -421,10 +421,11 @@ def test_a_file_that_two_ranks_have_written_is_refused() -> None:
     store = MemoryStore()
     leader, *followers = (SealedStore(store, SEALS) for _ in range(3))
     for rank, one in enumerate((leader, *followers)):
-        one.join(folder, rank, 3)
+        one.join_attempt(folder, rank, 3)
         one.put(f"{folder}/part-0000{rank}.safetensors", b"bytes")
     first, second = (
-        one.report(folder, f"part-0000{rank}.safetensors") for rank, one in enumerate(followers, 1)
+        one.describe_sealing(folder, f"part-0000{rank}.safetensors")
+        for rank, one in enumerate(followers, 1)
     )
     leader.include(folder, "part-00001.safetensors", first)
     same = msgspec.structs.replace(

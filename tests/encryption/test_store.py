@@ -27,7 +27,7 @@ from holdfast.format.manifest import Deleted, decode_register
 from holdfast.format.records import AnswerRecord, Notes
 from holdfast.format.suites import SEGMENT_NBYTES
 from holdfast.keys import Encryption, Passphrase, SecretKey, ServiceKey, generate
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.prune import preview
 from holdfast.maintenance.verify import verify, verify_root
 from holdfast.policy.rules import All
@@ -225,7 +225,7 @@ def test_a_wrong_key_is_an_error_of_its_own_and_shows_nothing(kind: str, tmp_pat
         live = {f"{CANARY}a": {hidden[0]: torch.zeros(1234567)}, f"{CANARY}b": {}}
         sealed = sealing(store, WRONG[kind]())
         with pytest.raises(errors.WrongKey, match="sealed for secret") as caught:
-            Catalog(sealed).resolve("latest")
+            Catalog(sealed).find_checkpoint("latest")
         assert CANARY not in str(caught.value)
         assert CANARY not in repr(vars(sealed))
     with CheckpointManager(
@@ -276,7 +276,7 @@ def test_without_a_key_nothing_is_read_rejected_or_removed() -> None:
     before = stored(store)
     with pytest.raises(errors.MissingKey, match="no key was given"):
         resumed(store, None)
-    assert collect(store).removed == []
+    assert collect_garbage(store).removed == []
     (report, _) = verify_root(store).checkpoints
     assert report.ok
     assert "sealed" in report.notes[0]
@@ -307,12 +307,12 @@ def test_a_plain_checkpoint_among_sealed_ones_stops_nothing() -> None:
             store.put(key, data)
     before = {key: data for key, data in stored(store).items() if key.startswith(planted)}
     catalog = Catalog(sealing(store, SEALS))
-    assert catalog.resolve("latest").step == 2
+    assert catalog.find_checkpoint("latest").step == 2
     for named in (3, planted):
         with pytest.raises(errors.NotSealed, match="accept_plain"):
-            catalog.resolve(named)
+            catalog.find_checkpoint(named)
     with pytest.raises(errors.NotSealed, match="accept_plain"):
-        catalog.resolve("step=99")
+        catalog.find_checkpoint("step=99")
     assert resumed(store) == 2
     saved(store, 4, sinks=(recorder,), keep=Last(1))
     (event,) = [event for event in recorder.of("passed_over") if event.fields["folder"] == planted]
@@ -460,7 +460,7 @@ def test_a_checkpoint_under_another_label_is_not_taken_for_that_one() -> None:
     with pytest.raises(errors.HoldfastError):
         resumed(store, which="step-00000009")
     with pytest.raises(errors.Tampered, match="under the label 'step-00000001'"):
-        Catalog(SealedStore(store, SEALS)).resolve(folders(store)[1])
+        Catalog(SealedStore(store, SEALS)).find_checkpoint(folders(store)[1])
     assert resumed(store) == 2
     assert newer in folders(store)
 
@@ -691,7 +691,7 @@ def test_gc_removes_what_a_killed_save_left_without_a_key() -> None:
     store.put(f"{folder}/file-00000.sealed", b"junk")
     store.put(f"{folder}/keys-0001.json", b'{"holdfast": 1')
     store.delete(layout.closed_key(1))
-    report = collect(store, dead_epochs=[1])
+    report = collect_garbage(store, dead_epochs=[1])
     assert [name for name, _ in report.removed] == [folder]
     assert resumed(store) == 1
 

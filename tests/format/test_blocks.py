@@ -18,7 +18,7 @@ from holdfast.format import blocks
 @given(nbytes=st.integers(0, 10_000), block=st.integers(1, 4096))
 def test_blocks_cover_a_file_exactly_once(nbytes: int, block: int) -> None:
     """D15: no byte of a file is outside the blocks, none is in two."""
-    parts = blocks.split(nbytes, block)
+    parts = blocks.list_blocks(nbytes, block)
     assert [byte for start, stop in parts for byte in (start, stop)] == sorted(
         byte for start, stop in parts for byte in (start, stop)
     )
@@ -40,7 +40,7 @@ def test_digests_are_those_of_the_format_page() -> None:
 
 
 def test_an_empty_file_has_no_block_and_a_digest() -> None:
-    assert blocks.split(0) == []
+    assert blocks.list_blocks(0) == []
     assert blocks.digest_blocks(b"") == b""
     assert blocks.file_digest(0, b"").startswith("blake3:")
 

@@ -57,7 +57,7 @@ def sharded(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> dict[
 
 def tiles(shape: Any, boxes: Any) -> bool:
     """Whether the boxes of one tensor pass."""
-    offsets, sizes = (Ragged.of([box[part] for box in boxes]) for part in (0, 1))
+    offsets, sizes = (Ragged.from_lists([box[part] for box in boxes]) for part in (0, 1))
     try:
         check_boxes([shape], Boxes(np.zeros(len(boxes), np.int64), offsets, sizes))
     except Unfit:

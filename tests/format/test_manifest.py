@@ -174,7 +174,7 @@ def test_a_manifest_comes_back_equal() -> None:
     assert found.parent is not None
     assert found.parent.order == (3, 2)
     assert found.nbytes == sum(entry.nbytes for entry in found.files.values())
-    reference = found.reference(FOLDER)
+    reference = found.make_reference(FOLDER)
     assert (reference.order, reference.save_id, reference.folder) == ((3, 7), SAVE_ID, FOLDER)
 
 

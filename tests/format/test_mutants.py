@@ -123,7 +123,7 @@ MUTANTS: list[tuple[str, Any, str, Any, Callable[[], None]]] = [
     ),
     ("R29: headers", tensors, "_check_filled", passes, check_headers),
     ("R29: shapes", index, "check_shape", lambda *a, **o: 0, check_shapes),
-    ("R29: limits", strictjson, "_scan", passes, test_strictjson.check_limits_hold),
+    ("R29: limits", strictjson, "_check_limits", passes, test_strictjson.check_limits_hold),
     ("R30: duplicates", strictjson, "_object", dict, check_duplicates),
     (
         "R28: references",

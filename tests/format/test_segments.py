@@ -30,7 +30,7 @@ def test_the_closing_tag_says_how_long_a_sealed_file_is() -> None:
     cipher = FileCipher(Suite(name="aes-256-gcm"), bytes(32))
     out = memoryview(bytearray(nbytes + TAG_NBYTES))
     cipher.seal(0, bytes(nbytes), out)
-    tags = cipher.close(nbytes)
+    tags = cipher.collect_tags(nbytes)
     cipher.check_closed(nbytes, tags, what="whole")
     flipped = bytes([*tags[:-1], tags[-1] ^ 1])
     for wrong, there in ((nbytes, flipped), (nbytes, tags[:-TAG_NBYTES]), (nbytes - 1, tags)):

@@ -414,9 +414,9 @@ def test_a_second_reader_finds_the_same_run(tmp_path: Path) -> None:
 def written(state: dict[str, Any]) -> dict[str, bytes]:
     """The trees and tensor files that a save of `state` writes, by name."""
     workers = Workers(1, "test")
-    staged = Stager().prepare(capture(state))
-    staged.transfer.copy(workers, 0, timeout_s=60)
-    workers.close()
+    staged = Stager().prepare_staging(capture(state))
+    staged.transfer.run_copies(workers, 0, timeout_s=60)
+    workers.close_pool()
     files = {f"{name}-00000.json": tree for name, tree in staged.trees.items()}
     for image in staged.all_files:
         assert isinstance(image, FileImage)

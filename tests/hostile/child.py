@@ -37,7 +37,7 @@ from holdfast.cli.gc import clean
 from holdfast.cli.ls import list_root
 from holdfast.cli.output import Answer, give
 from holdfast.cli.show import show
-from holdfast.cli.verify import check
+from holdfast.cli.verify import verify_target
 from holdfast.errors import HoldfastError
 from holdfast.format.records import Rejected
 from holdfast.ownership import claim
@@ -145,7 +145,7 @@ class Trial:
             self._try("list", reading.list)
             self._load("load by name", live, lambda: reading.load(self.folder))
         if not skips_verify:
-            self._try("verify", lambda: self._told(check(name)))
+            self._try("verify", lambda: self._told(verify_target(name)))
         live = Live()
         self._load("load_weights", live, lambda: load_weights(root, live.model))
         self._try("ls", lambda: self._told(list_root(name)))

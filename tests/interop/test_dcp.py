@@ -31,7 +31,7 @@ from holdfast.errors import CorruptData, NoCheckpoint, OwnedElsewhere, Supersede
 from holdfast.interop.dcp import HoldfastReader, HoldfastWriter
 from holdfast.interop.roots import release_all
 from holdfast.keys import generate
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.ownership.access import locate
 from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
@@ -357,7 +357,7 @@ def test_a_kill_before_the_end_leaves_no_checkpoint(tmp_path: Path) -> None:
     assert flat(load(root, state_of(5))) == flat(state_of(3))
     save(root, state_of(6), step=3)
     release_all()
-    assert len(collect(store).removed) == 1
+    assert len(collect_garbage(store).removed) == 1
     assert [one.step for one in Catalog(store).checkpoints()] == [3, 1]
 
 

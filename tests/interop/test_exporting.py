@@ -48,7 +48,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def write(source: GivenSource, out: Path, to: Any, **options: Any) -> Any:
-    return Export(source, ExportOptions(to=to, rename=RenameRules(), **options)).write(out)
+    return Export(source, ExportOptions(to=to, rename=RenameRules(), **options)).write_files(out)
 
 
 def model_of(values: dict[str, Any], **others: Any) -> GivenSource:

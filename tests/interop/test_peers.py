@@ -21,7 +21,7 @@ import pytest
 
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.interop.opening import open_source
-from holdfast.interop.reading import pieces
+from holdfast.interop.reading import read_pieces
 from holdfast.interop.source import Source
 
 PEERS = Path(__file__).parents[1] / "golden" / "peers"
@@ -180,7 +180,7 @@ def test_items_of_olmo_core_are_those_that_it_reads_by_name() -> None:
             for prefix, component in (("model", "model"), ("optim", "optimizer"))
             for name, value in values_of(source, component).items()
         }
-        config = source.part("state").tree["config"]
+        config = source.get_component("state").tree["config"]
     assert found == items
     assert config == json.loads((PEERS / "olmo" / "step3" / "config.json").read_text())
 
@@ -273,9 +273,9 @@ def _plain(value: Any) -> Any:
 
 def values_of(source: Source, component: str) -> Any:
     """Return a component as values, its tensors read."""
-    part = source.part(component)
+    part = source.get_component(component)
     read: dict[str, bytes] = dict.fromkeys(part.specs, b"")
-    for piece in pieces(source, [(component, key) for key in part.specs]):
+    for piece in read_pieces(source, [(component, key) for key in part.specs]):
         read[piece.key] += bytes(piece.memory)
 
     def value(node: Any) -> Any:

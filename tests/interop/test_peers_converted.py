@@ -14,7 +14,7 @@ from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.interop.exporting.export import Export, ExportOptions
 from holdfast.interop.importing import commit_import, plan_import
 from holdfast.interop.opening import open_source
-from holdfast.interop.optimizers import is_torch_form, numbered
+from holdfast.interop.optimizers import is_torch_form, number_parameters
 from holdfast.interop.renaming import RenameRules
 from holdfast.interop.source import Source
 from holdfast.maintenance.verify import verify_root
@@ -50,7 +50,7 @@ SAMPLES = [
 
 def values(source: Source, component: str) -> Any:
     """A component's tree with the bytes of its tensors; an optimizer's as torch saves it."""
-    part = source.part(component)
+    part = source.get_component(component)
 
     def lifted(node: Any) -> Any:
         if isinstance(node, TensorRef | ArrayRef):
@@ -67,7 +67,7 @@ def values(source: Source, component: str) -> Any:
         return node
 
     if part.kind == "optimizer" and "slots" in part.tree:
-        return in_order(lifted(numbered(part.tree)))
+        return in_order(lifted(number_parameters(part.tree)))
     return in_order(lifted(part.tree)) if is_torch_form(part.tree) else lifted(part.tree)
 
 
@@ -88,7 +88,9 @@ def test_what_a_peer_wrote_is_the_same_in_a_run_and_in_a_file_of_torch(
     assert verify_root(LocalStore(tmp_path / "run")).ok
     with open_source(str(tmp_path / "run")) as run:
         assert {name: repr(values(run, name)) for name in run.parts} == expected
-        done = Export(run, ExportOptions(to="pt", rename=RenameRules())).write(tmp_path / "all.pt")
+        done = Export(run, ExportOptions(to="pt", rename=RenameRules())).write_files(
+            tmp_path / "all.pt"
+        )
         models = {name for name, part in run.parts.items() if part.kind == "module"}
     written = torch.load(tmp_path / "all.pt", weights_only=True)
     with open_source(str(tmp_path / "all.pt")) as again:

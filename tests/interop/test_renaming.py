@@ -43,7 +43,7 @@ def test_rules_that_match_nothing_are_named_together() -> None:
 
 def test_two_names_that_become_one_are_refused() -> None:
     with pytest.raises(UsageError, match=r"model\.a and model\.b both become 'c'"):
-        RenameRules([("a", "c"), ("b", "c")]).table(["a", "b"], "model")
+        RenameRules([("a", "c"), ("b", "c")]).map_names(["a", "b"], "model")
 
 
 @pytest.mark.parametrize("rule", [("a.*", "b"), ("a", "b.**"), ("*.**", "**.*"), ("", "b")])

@@ -61,7 +61,7 @@ def reader(folder: Path) -> Iterator[tuple[TensorReader, Opened]]:
     try:
         yield TensorReader(store, opened, threads=threads, timeout_s=60, verify=True), opened
     finally:
-        threads.close()
+        threads.close_pools()
 
 
 def held(shape: tuple[int, ...], spans: list[list[Span]]) -> LocalShards:
@@ -128,17 +128,17 @@ def test_random_boxes_come_back_whole_and_in_parts(
     }
     shards = {key: held(tuple(VALUES[key].shape), of_key) for key, of_key in spans.items()}
     with reader(folder) as (tensors, _):
-        whole = tensors.read({"tree": [*VALUES]})["tree"]
+        whole = tensors.read_tensors({"tree": [*VALUES]})["tree"]
         some = [key for key in VALUES if draw.random() < 0.8]
         for parts in (
-            tensors.read({"tree": some}, {"tree": shards}),
+            tensors.read_tensors({"tree": some}, {"tree": shards}),
             tensors.unread({"tree": some}, {"tree": shards}),
         ):
             assert {*parts["tree"]} == {*some}
             for key in some:
                 value = expected(VALUES[key], spans[key]) if key in spans else VALUES[key]
                 found = parts["tree"][key]
-                found = found if isinstance(found, Tensor) else found.read()
+                found = found if isinstance(found, Tensor) else found.read_tensor()
                 assert (found.dtype, found.shape) == (value.dtype, value.shape), key
                 assert bits(found) == bits(value), key
     for key, value in VALUES.items():
@@ -165,7 +165,9 @@ def test_only_the_blocks_of_held_boxes_are_read(
     monkeypatch.setattr(TensorReader, "_plan", noted)
     spans: list[list[Span]] = [[(10, 12), (40, 41)], [(0, 1024)]]
     with reader(folder) as (tensors, _):
-        (part,) = tensors.read({"tree": ["w"]}, {"tree": {"w": held((64, 1024), spans)}}).values()
+        (part,) = tensors.read_tensors(
+            {"tree": ["w"]}, {"tree": {"w": held((64, 1024), spans)}}
+        ).values()
     assert bits(part["w"]) == bits(expected(values["w"], spans))
     seen = sorted(block for plan in plans for block in plan.reads)
     # A file's data begins at block 1. Rows 8 to 15 are in the second file, 40 to 47, too.
@@ -179,7 +181,9 @@ def test_held_boxes_of_a_tensor_that_is_stored_whole(tmp_path: Path) -> None:
     shards = {"matrix": held((60, 70), spans), "absent": held((3,), [[(0, 3)]])}
     nothing = held((11, 5, 13), [[], [(0, 5)], [(0, 13)]])
     with reader(folder) as (tensors, _):
-        found = tensors.read({"tree": [*VALUES]}, {"tree": {**shards, "half": nothing}})["tree"]
+        found = tensors.read_tensors({"tree": [*VALUES]}, {"tree": {**shards, "half": nothing}})[
+            "tree"
+        ]
     assert bits(found["matrix"]) == bits(expected(VALUES["matrix"], spans))
     assert found["half"].shape == (0, 5, 13)
     assert bits(found["long"]) == bits(VALUES["long"])
@@ -197,9 +201,9 @@ def test_damage_names_file_block_and_tensors(tmp_path: Path) -> None:
         path.write_bytes(data)
         block = shard.start // 4096
         with pytest.raises(CorruptData, match=rf"{shard.file}.*block {block}.*tree\.matrix"):
-            tensors.read({"tree": [*VALUES]})
+            tensors.read_tensors({"tree": [*VALUES]})
         other = held((60, 70), [[(0, 1)], [(0, 70)]])
-        tensors.read({"tree": ["matrix"]}, {"tree": {"matrix": other}})
+        tensors.read_tensors({"tree": ["matrix"]}, {"tree": {"matrix": other}})
 
 
 def test_boxes_that_are_read_in_several_batches(
@@ -210,7 +214,7 @@ def test_boxes_that_are_read_in_several_batches(
     cuts = {"matrix": [Box((0, 7 * number), (60, 7)) for number in range(10)]}
     reshard(folder, {"tree": cuts}, num_writers=3)
     with reader(folder) as (tensors, _):
-        found = tensors.read({"tree": [*VALUES]})["tree"]
+        found = tensors.read_tensors({"tree": [*VALUES]})["tree"]
     assert bits(found["matrix"]) == bits(VALUES["matrix"])
 
 

@@ -32,7 +32,7 @@ class Files:
         self.bytes = {name: noise.integers(0, 255, n, np.uint8) for name, n in FILES.items()}
         self.num_alone = 0
 
-    def copy(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
+    def read_pairs(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
         """One by one."""
         self.num_alone += len(pairs)
         for live, unread in pairs:
@@ -90,7 +90,7 @@ def make(request: pytest.FixtureRequest) -> Make:
 
 
 def values(stored: Any) -> Tensor:
-    found: Tensor = stored.read() if isinstance(stored, UnreadTensor) else stored
+    found: Tensor = stored.read_tensor() if isinstance(stored, UnreadTensor) else stored
     return found
 
 

@@ -215,8 +215,8 @@ def test_what_was_not_read_is_no_proof(options: tuple[dict[str, Any], bool]) -> 
     reader = CheckpointSearch(
         catalog=Catalog(store), state=new_run(3).state | ema, threads=Threads(), timeout_s=60.0
     )
-    found = reader.named("latest", LoadOptions(**given))
-    reader.threads.close()
+    found = reader.read_named("latest", LoadOptions(**given))
+    reader.threads.close_pools()
     assert found.options.is_full
     assert found.is_proof is is_proof
 

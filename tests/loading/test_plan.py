@@ -57,7 +57,7 @@ def test_only_blocks_with_bytes_of_a_tensor_are_read(
     places: list[tuple[int, int]], expected: list[int]
 ) -> None:
     found = wanted(*(("U8", (nbytes,), start) for start, nbytes in places))
-    assert found.blocks(8) == expected
+    assert found.find_blocks(8) == expected
 
 
 def test_tensors_are_sorted_into_files_in_the_order_in_which_they_are_asked_for() -> None:
@@ -74,7 +74,9 @@ def test_tensors_are_sorted_into_files_in_the_order_in_which_they_are_asked_for(
 
 def test_whole_tensors_beside_one_in_boxes() -> None:
     columns = (np.array(column) for column in ([0, 0, 1], [0, 4, 8], [4, 4, 8]))
-    boxes = Boxes(np.array([0, 0, 1]), Ragged.of([[0], [4], [0]]), Ragged.of([[4], [4], [8]]))
+    boxes = Boxes(
+        np.array([0, 0, 1]), Ragged.from_lists([[0], [4], [0]]), Ragged.from_lists([[4], [4], [8]])
+    )
     specs = {key: TensorSpec(key, "U8", (8,)) for key in ("w", "v")}
     of_model = index(TensorTable(specs, Places(FILES, *columns), boxes))
     (found,) = wanted_by_file(of_model, {"model": ["v"]}).items()

@@ -101,7 +101,7 @@ def test_a_new_lineage_does_not_descend_from_what_was_passed_over() -> None:
         manager.resume()
         story.save(manager, 2)
     catalog = Catalog(story.store)
-    newest = catalog.resolve("latest")
+    newest = catalog.find_checkpoint("latest")
     assert newest.manifest.parent is not None
     assert newest.manifest.parent.folder == folders[0]
     assert [entry.step for entry in catalog.lineage_entries()] == [2, 1]
@@ -154,7 +154,7 @@ def test_an_unhealthy_one_that_is_named_is_taken_and_stays_chosen() -> None:
     story = Story()
     story.tell("good", "ill", "good")
     assert story.resumed("step=2") == 2
-    assert Catalog(story.store).resolve("latest").step == 2
+    assert Catalog(story.store).find_checkpoint("latest").step == 2
     assert story.resumed() == 2
 
 
@@ -200,7 +200,7 @@ def test_a_run_with_nothing_but_parts_is_not_begun_afresh() -> None:
         ):
             story.save(manager, 1)
     assert story.marked() == []
-    assert Catalog(story.store).resolve("latest").step == 2
+    assert Catalog(story.store).find_checkpoint("latest").step == 2
 
 
 def test_a_state_without_what_was_left_out_goes_on() -> None:
@@ -213,7 +213,7 @@ def test_a_state_without_what_was_left_out_goes_on() -> None:
         assert found is not None
         assert found.step == 3
         manager.save(4, wait=True)
-    assert Catalog(story.store).resolve("latest").step == 4
+    assert Catalog(story.store).find_checkpoint("latest").step == 4
 
 
 @pytest.mark.parametrize("by_hook", [True, False])
@@ -263,7 +263,7 @@ def test_a_run_goes_on_without_generators_and_says_so(by_hook: bool) -> None:
 def test_latest_is_where_a_run_would_go_on(kinds: Sequence[str], step: int) -> None:
     story = Story()
     folders = story.tell(*kinds)
-    assert Catalog(story.store).resolve("latest").step == step
+    assert Catalog(story.store).find_checkpoint("latest").step == step
     if set(kinds) != {"part"}:
         assert story.store.get("latest") == folders[step - 1].encode()
     standing = preview(story.store, All())
@@ -345,7 +345,7 @@ def test_what_an_object_refuses_leaves_the_run_where_it_stands() -> None:
             manager.load("step=1")
         live.value = 3
         assert manager.save(3).wait().step == 3
-    entry = Catalog(store).resolve()
+    entry = Catalog(store).find_checkpoint()
     assert (entry.step, entry.name.epoch, entry.name.sequence) == (3, 1, 3)
 
 

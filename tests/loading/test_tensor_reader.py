@@ -267,13 +267,13 @@ def test_what_is_at_hand_is_read_into_the_live_tensors_themselves(
         manager.save(1).wait()
     expect_at_hand(tmp_path)
     copied: list[int] = []
-    copy = pipeline._copy
+    copy = pipeline._copy_segments
 
     def counted(memory: memoryview, parts: Any) -> None:
         copied.append(len(memory))
         copy(memory, parts)
 
-    monkeypatch.setattr(pipeline, "_copy", counted)
+    monkeypatch.setattr(pipeline, "_copy_segments", counted)
     for _ in range(3):  # the kernel may be busy with a page just then
         copied.clear()
         for value in state.values():
@@ -360,13 +360,18 @@ def test_a_bounded_load_of_damage_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_first_resume_reads_into_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No second copy of the state, unless something was loaded, saved or stepped before."""
-    bits, apart, read, live = saved(tmp_path, steps=2), set(), TensorReader.read, Large(seed=2)
+    bits, apart, read, live = (
+        saved(tmp_path, steps=2),
+        set(),
+        TensorReader.read_tensors,
+        Large(seed=2),
+    )
 
     def noted(reader: TensorReader, needed: Any, shards: Any) -> Any:
         apart.update(needed)
         return read(reader, needed, shards)
 
-    monkeypatch.setattr(TensorReader, "read", noted)
+    monkeypatch.setattr(TensorReader, "read_tensors", noted)
 
     def is_in_place(use: Callable[[CheckpointManager], object], **options: Any) -> bool:
         with live.manager(tmp_path, **options) as manager:
@@ -560,13 +565,13 @@ def test_a_foreign_reader_keeps_what_it_reads_until_it_has_read_it(
 ) -> None:
     bits = saved(tmp_path, steps=1)
     live, leases = Large(seed=2), []
-    copy = CheckpointApplier._apply
+    copy = CheckpointApplier._apply_candidate
 
     def looked(self: CheckpointApplier, *args: Any, **named: Any) -> None:
         leases.append(len([*tmp_path.glob("readers/*.json")]))
         copy(self, *args, **named)
 
-    monkeypatch.setattr(CheckpointApplier, "_apply", looked)
+    monkeypatch.setattr(CheckpointApplier, "_apply_candidate", looked)
     with live.manager(tmp_path) as manager:
         manager.load(in_place=True)
     assert live.bits() == bits[0]
@@ -597,7 +602,7 @@ def test_a_read_that_comes_back_after_the_load_was_given_up_writes_nothing(
         assert hangs.is_set()
         before = live.bits()
         back.set()
-        manager._saver.threads.close()
+        manager._saver.threads.close_pools()
         for thread in {*threading.enumerate()} - of_others:
             if thread.name.startswith(("holdfast-io", "holdfast-disk")):
                 thread.join(60)
@@ -838,7 +843,7 @@ def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
     live = Large(seed=2)
     before = live.bits()
     manager = live.manager(LocalStore(tmp_path))
-    put, apply = manager._saver.threads.waiters.put, ModulePlan.apply
+    put, apply = manager._saver.threads.waiters.queue_task, ModulePlan.apply
 
     def interrupted(begin: Any) -> None:
         if len(jobs) == 2:
@@ -851,7 +856,7 @@ def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
 
     def applied(self: ModulePlan) -> None:
         monkeypatch.setattr(*places[waits], waiting)
-        monkeypatch.setattr(manager._saver.threads.waiters, "put", interrupted)
+        monkeypatch.setattr(manager._saver.threads.waiters, "queue_task", interrupted)
         apply(self)
 
     monkeypatch.setattr(ModulePlan, "apply", applied)
@@ -891,5 +896,5 @@ def test_a_tensor_that_no_memory_can_hold_is_told_so() -> None:
 class NothingToRead:
     """A source of which nothing is read."""
 
-    def copy(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
+    def read_pairs(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
         raise AssertionError("nothing is to be read")

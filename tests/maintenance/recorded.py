@@ -132,7 +132,7 @@ class RecordedRun:
         )
         self.store.make_folder(folder)
         self.store.put(f"{folder}/{layout.MANIFEST}", encode_manifest(manifest))
-        return manifest.reference(folder)
+        return manifest.make_reference(folder)
 
 
 def three_failures(store: Store) -> RecordedRun:

@@ -15,9 +15,9 @@ from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.records import Closed, Retired, Thinned
 from holdfast.keys import Encryption, SecretKey
-from holdfast.maintenance.delete_damaged import delete, examine
-from holdfast.maintenance.gc import collect
-from holdfast.maintenance.prune import prune
+from holdfast.maintenance.delete_damaged import delete_damaged, examine
+from holdfast.maintenance.gc import collect_garbage
+from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.maintenance.verify import verify_root
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.annotations import annotate, reject
@@ -64,9 +64,9 @@ def test_what_resume_rejected_without_a_manifest_is_kept_and_can_be_deleted(encr
     inner.delete(layout.closed_key(1))
     reject(store, newest, by="a reader", reason="its manifest is missing")
     saved(inner, 3, which="latest", encrypt=encrypt)
-    collect(inner)
+    collect_garbage(inner)
     assert f"{newest}/" in inner.children()
-    assert delete(store, newest, emit=QUIET) == ""
+    assert delete_damaged(store, newest, emit=QUIET) == ""
     assert {*inner.children(newest)} <= {layout.MANIFEST}
 
 
@@ -81,10 +81,10 @@ def test_a_pin_or_tag_that_cannot_be_read_still_keeps(encrypt: Any, change: Any)
     annotate(store, entry, **change)
     flip(inner, f"{first}/{layout.notes_name(1)}")
     saved(inner, 3, 4, which="latest", keep=Last(1), encrypt=encrypt)
-    assert prune(store, Last(1), emit=QUIET).deleted == []
+    assert prune_checkpoints(store, Last(1), emit=QUIET).deleted == []
     assert [found.step for found in Catalog(store).checkpoints()] == [4, 1]
     annotate(store, entry, pinned=False)
-    assert prune(store, Last(1), emit=QUIET).deleted == [first]
+    assert prune_checkpoints(store, Last(1), emit=QUIET).deleted == [first]
 
 
 @pytest.mark.parametrize("loses", [True, False], ids=["lost", "damaged"])
@@ -105,7 +105,7 @@ def test_deleting_an_old_target_of_a_rollback_hides_no_newer_damage() -> None:
     after = saved(store, 12, 13, which=before[1])
     for folder in (after[1], before[1]):
         flip(store, f"{folder}/{layout.MANIFEST}")
-    assert delete(store, before[1], emit=QUIET) == ""
+    assert delete_damaged(store, before[1], emit=QUIET) == ""
     with manager_of(store) as manager:
         with pytest.raises(errors.CorruptData):
             manager.load()
@@ -121,7 +121,7 @@ def test_one_that_is_not_sealed_stops_no_deletion_of_others() -> None:
     plain = saved(other, 1, 2, 3, 4)[-1]
     for info in other.list(f"{plain}/"):
         inner.put(info.key, other.get(info.key))
-    assert len(prune(sealing(inner, SEAL), Last(1), emit=QUIET).deleted) == 2
+    assert len(prune_checkpoints(sealing(inner, SEAL), Last(1), emit=QUIET).deleted) == 2
 
 
 @pytest.mark.parametrize("change", [{"pinned": True}, {"add_tags": ("paper",)}], ids=str)
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_another_run_is_no_newest_of_this_one() -> None:
         assert (found.step, [folder for folder, _ in found.rejected]) == (2, [foreign])
         manager.save(3).wait()
     with pytest.raises(errors.UsageError, match="its manifest is sound"):
-        delete(store, foreign, emit=QUIET)  # it may be the only copy
+        delete_damaged(store, foreign, emit=QUIET)  # it may be the only copy
     assert [entry.step for entry in Catalog(store).checkpoints()] == [3]
     assert [report.folder for report in verify_root(store).checkpoints if not report.ok] == [
         foreign
@@ -234,8 +234,8 @@ def test_a_deleter_that_is_said_to_be_dead_binds_nobody_any_more() -> None:
         pytest.raises(errors.NoUsableCheckpoint, match="--dead-epoch 2"),
     ):
         manager.resume()
-    assert [key for key, _ in collect(store, dead_epochs={2}, dry_run=True).removed] == [
-        key for key, _ in collect(store, dead_epochs={2}).removed
+    assert [key for key, _ in collect_garbage(store, dead_epochs={2}, dry_run=True).removed] == [
+        key for key, _ in collect_garbage(store, dead_epochs={2}).removed
     ]
     with manager_of(store, takeover=True) as manager:
         found = manager.resume()
@@ -299,7 +299,7 @@ def test_a_rollback_on_another_machine_holds_though_the_local_root_was_claimed()
     remembered."""
     local, remote = MemoryStore("local"), MemoryStore("remote")
     saved(Tiered(local, remote), 1, 2, 3)
-    prune(local, Last(2), emit=QUIET)
+    prune_checkpoints(local, Last(2), emit=QUIET)
     with manager_of(Tiered(MemoryStore("other"), remote)) as manager:
         manager.resume("step=2")
     with manager_of(Tiered(local, remote)) as manager:
@@ -339,7 +339,7 @@ def test_each_writer_that_may_still_delete_is_named(encrypt: Any) -> None:
         pytest.raises(errors.NoCheckpoint, match=f"writer 2, 4 started.*{ways}`"),
     ):
         manager.resume(first)
-    collect(inner, dead_epochs={2, 4})
+    collect_garbage(inner, dead_epochs={2, 4})
     with manager_of(inner, takeover=True, encrypt=encrypt) as manager:
         found = manager.resume(first)
         assert found is not None
@@ -353,7 +353,7 @@ def test_gc_leaves_users_files_with_the_names_of_a_dead_writers_marks() -> None:
     names = layout.thinned_name("tree", 2), layout.retired_name(2)
     for name in names:
         store.put(f"{first}/{name}", b'{"mine": 1}')
-    collect(store, dead_epochs={2})
+    collect_garbage(store, dead_epochs={2})
     assert {*names} <= {*store.children(first)}
 
 
@@ -365,6 +365,6 @@ def test_a_component_that_a_dead_writer_was_to_drop_comes_back() -> None:
     mark = f"{first}/{layout.thinned_name('tree', 2)}"
     store.put(mark, Thinned(by="writer 2", component="tree", reason="a test").encode())
     store.delete(layout.closed_key(2))
-    collect(store, dead_epochs={2})
+    collect_garbage(store, dead_epochs={2})
     with manager_of(store, takeover=True) as manager:
         assert manager.resume(first) is not None

@@ -12,9 +12,9 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
 from holdfast.format.records import Lease
-from holdfast.maintenance.delete_damaged import delete, examine
-from holdfast.maintenance.gc import collect
-from holdfast.maintenance.prune import prune
+from holdfast.maintenance.delete_damaged import delete_damaged, examine
+from holdfast.maintenance.gc import collect_garbage
+from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.maintenance.verify import verify
 from holdfast.ownership.claim import is_closed
 from holdfast.ownership.leases import leased
@@ -65,16 +65,16 @@ def test_a_stop_at_any_change_leaves_it_or_nothing_of_it(kind: Kind) -> None:
     """What is begun again ends the same; the other checkpoints are whole all the time."""
     store, folder = damaged_store()
     clean = FaultyStore(store)
-    assert delete(clean, folder, emit=QUIET) == ""
+    assert delete_damaged(clean, folder, emit=QUIET) == ""
     assert store.children(folder) == ()
     for fault in stops(kind, clean):
         store, folder = damaged_store()
         with suppress(Stopped):
-            delete(FaultyStore(store, [fault]), folder, emit=QUIET)
+            delete_damaged(FaultyStore(store, [fault]), folder, emit=QUIET)
         expect_others_whole(store)
         with suppress(errors.UsageError, errors.NoCheckpoint):  # it is gone already
-            assert delete(store, folder, emit=QUIET) == ""
-        collect(store)
+            assert delete_damaged(store, folder, emit=QUIET) == ""
+        collect_garbage(store)
         assert {*store.children(folder)} <= {layout.MANIFEST}
         expect_others_whole(store)
 
@@ -83,7 +83,7 @@ def test_where_a_request_may_still_arrive_a_tombstone_stays() -> None:
     """R22: of the save id it has what the folder's name tells."""
     store, folder = damaged_store()
     store.delete(layout.closed_key(1))
-    assert delete(store, folder, emit=QUIET) == ""
+    assert delete_damaged(store, folder, emit=QUIET) == ""
     assert store.children(folder) == (layout.MANIFEST,)
     register = Catalog(store).read(folder)
     assert isinstance(register, Deleted)
@@ -97,9 +97,9 @@ def test_what_somebody_reads_stays() -> None:
     with leased(store, folder):
         damage(store, folder)
         before = everything(store)
-        assert delete(store, folder, emit=QUIET, watch=lambda _: None).endswith(" reads it")
+        assert delete_damaged(store, folder, emit=QUIET, watch=lambda _: None).endswith(" reads it")
         assert everything(store) == before
-    assert delete(store, folder, emit=QUIET) == ""
+    assert delete_damaged(store, folder, emit=QUIET) == ""
     expect_others_whole(store)
 
 
@@ -115,7 +115,7 @@ def test_it_is_not_deleted_under_a_reader_that_comes_after_the_claim() -> None:
     lease = Lease(nonce=32 * "a", beat=1, created=utc_now(), process=this_process())
     key = layout.lease_key(folder, lease.nonce)
     raced.then = lambda: store.put(key, lease.encode())
-    assert delete(raced, folder, emit=QUIET) == "somebody reads it"
+    assert delete_damaged(raced, folder, emit=QUIET) == "somebody reads it"
     assert not Catalog(store).marks(folder).retired
 
 
@@ -135,9 +135,9 @@ def test_one_that_is_mended_meanwhile_stays_and_is_kept_later_too() -> None:
     sound = damage(store, folder)
     raced = Raced(store)
     raced.then = lambda: store.put(f"{folder}/{layout.MANIFEST}", sound)
-    assert delete(raced, folder, emit=QUIET) == "its manifest can be read by now"
+    assert delete_damaged(raced, folder, emit=QUIET) == "its manifest can be read by now"
     assert not Catalog(store).marks(folder).retired
-    assert prune(store, All(), emit=QUIET).deleted == []
+    assert prune_checkpoints(store, All(), emit=QUIET).deleted == []
     assert [entry.step for entry in Catalog(store).checkpoints()] == [3, 2, 1]
     assert verify(store, folder).ok
 
@@ -150,7 +150,7 @@ def test_a_run_that_stood_on_it_by_choice_goes_on_from_what_was_shown() -> None:
     damage(store, folder)
     shown = examine(store, folder).goes_on_from
     assert shown == Catalog(store).checkpoints()[-1].folder
-    assert delete(store, folder, emit=QUIET) == ""
+    assert delete_damaged(store, folder, emit=QUIET) == ""
     with new_run().manager(store, sinks=()) as manager:
         found = manager.resume()
     assert found is not None
@@ -166,11 +166,11 @@ def test_it_is_refused_where_only_what_a_rollback_left_behind_would_remain() -> 
     damage(store, first)
     before = everything(store)
     with pytest.raises(errors.UsageError, match=r"left .* behind.* First resume"):
-        delete(store, first, emit=QUIET)
+        delete_damaged(store, first, emit=QUIET)
     assert everything(store) == before
     with new_run().manager(store, sinks=()) as manager:
         manager.resume(newest)
-    assert delete(store, first, emit=QUIET) == ""
+    assert delete_damaged(store, first, emit=QUIET) == ""
     with new_run().manager(store, sinks=()) as manager:
         found = manager.resume()
     assert found is not None
@@ -183,7 +183,7 @@ def test_a_later_claim_stops_it_before_anything_goes() -> None:
     raced = Raced(store)
     raced.then = lambda: new_run().manager(store, sinks=(), takeover=True).resume()
     with pytest.raises(errors.Superseded):
-        delete(raced, folder, emit=QUIET)
+        delete_damaged(raced, folder, emit=QUIET)
     assert len(store.children(folder)) > 3
 
 
@@ -192,5 +192,5 @@ def test_an_epoch_with_something_in_flight_is_not_said_to_be_closed() -> None:
     store, folder = damaged_store()
     fault = Fault(kind="lose_reply", op="put", key="*/retired-*")
     with pytest.raises(errors.OutcomeUnknown):
-        delete(FaultyStore(store, [fault]), folder, emit=QUIET)
+        delete_damaged(FaultyStore(store, [fault]), folder, emit=QUIET)
     assert not is_closed(store, 2)

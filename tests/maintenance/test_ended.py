@@ -17,7 +17,7 @@ from holdfast.errors import AccessDenied, HoldfastError
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import Ended
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.ownership import claim as claims
 from holdfast.ownership.process import this_process
 from holdfast.root.catalog import Catalog
@@ -145,7 +145,7 @@ def _root_with_a_record(folder: Path) -> tuple[Path, Path]:
         (root / entry.folder / layout.MANIFEST).unlink()
         mark_aborted(store, entry.folder, by="a test", reason="gone")
     for _ in range(2):  # the second finds nothing but markers, and names them
-        collect(LocalStore(root), own_epoch=9)
+        collect_garbage(LocalStore(root), own_epoch=9)
     assert (root / layout.ended_name(9)).exists()
     return root, copy / first
 
@@ -187,7 +187,7 @@ def test_gc_by_a_person_removes_a_record_that_names_a_checkpoint(
     root, copy = _root_with_a_record(tmp_path)
     shutil.rmtree(root / copy.name, ignore_errors=True)
     shutil.copytree(copy, root / copy.name)
-    report = collect(LocalStore(root))
+    report = collect_garbage(LocalStore(root))
     assert (copy.name, "committed, though it had ended: it was put back") in report.kept
     assert not [*root.glob("ended-*")]
     assert copy.name in [entry.folder for entry in Catalog(LocalStore(root)).checkpoints()]
@@ -218,10 +218,10 @@ def test_only_what_holds_nothing_but_its_marker_is_named(tmp_path: Path) -> None
         folders.append(attempt.folder)
     (tmp_path / folders[0] / "model-00000.safetensors").write_bytes(bytes(64))
     (tmp_path / layout.closed_key(1)).unlink()  # so that markers stay
-    collect(store, own_epoch=2)
+    collect_garbage(store, own_epoch=2)
     assert not known_ended(store).is_listed(folders[0])
     assert all(known_ended(store).is_listed(folder) for folder in folders[1:])
-    collect(store, own_epoch=2)
+    collect_garbage(store, own_epoch=2)
     assert {path.name for path in (tmp_path / folders[0]).iterdir()} == {layout.MANIFEST}
 
 
@@ -231,7 +231,7 @@ def test_a_folder_that_was_removed_may_be_made_again(tmp_path: Path) -> None:
     root, copy = _root_with_a_record(tmp_path)
     reader = LocalStore(root)
     assert len(Catalog(reader).open_attempts()) == 3
-    collect(LocalStore(root), dead_epochs=[1])
+    collect_garbage(LocalStore(root), dead_epochs=[1])
     assert not [*root.glob("ended-*")]
     assert len(Catalog(reader).attempts()) == 3
     shutil.copytree(copy, root / copy.name)

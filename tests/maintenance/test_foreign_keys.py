@@ -159,10 +159,10 @@ def test_a_resume_stops_at_it_where_it_is_the_newest_and_passes_over_nothing(
         resumed(tmp_path)
     catalog = Catalog(SealedStore(LocalStore(tmp_path), SEALS))
     with pytest.raises(errors.WrongKey):
-        catalog.resolve("latest")
-    assert catalog.resolve("step=1").step == 1
+        catalog.find_checkpoint("latest")
+    assert catalog.find_checkpoint("step=1").step == 1
     with pytest.raises(errors.WrongKey):  # it may be just the one that is sealed for others
-        catalog.resolve("step=2")
+        catalog.find_checkpoint("step=2")
     assert resumed(tmp_path, which="step=1") == 1
 
 

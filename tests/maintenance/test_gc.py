@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.errors import AccessDenied
 from holdfast.format.layout import READERS, scratch_folder, sending_folder
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.manager import CheckpointManager
 from holdfast.store.local import LocalStore
 from holdfast.store.local.files import temporary_name
@@ -45,7 +45,7 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(
 ) -> None:
     """Each refusal is told, and the other leftovers go."""
     refused = Fault(kind="fail", op=op, key=key, times=None, error=AccessDenied("not yours"))
-    report = collect(FaultyStore(LocalStore(root), [refused]))
+    report = collect_garbage(FaultyStore(LocalStore(root), [refused]))
     assert [what for what, _ in report.failed] == failed
     assert {PREFLIGHT, SENDING, TEMPORARY}.intersection(
         path.name for path in root.iterdir()

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.errors import AccessDenied
 from holdfast.maintenance import gc
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -57,16 +57,16 @@ def test_gc_ends_what_a_killed_writer_had_begun_to_upload(service: Service, root
     store = open_store(root)
     with saving(root, service, prefix) as writer:
         ours = {name.partition("/")[0] for name in keys(service, f"{prefix}/step-00000001")}
-        collect(store)
+        collect_garbage(store)
         assert len(uploads(service, prefix)) == 1  # its writer is alive
         writer.kill()
         writer.wait()
-        report = collect(store)
+        report = collect_garbage(store)
     assert uploads(service, prefix) == []
     assert len(report.marked) == 1
     assert len(Catalog(store).attempts()) == 1  # the marker, for a put that may still arrive
     assert ours <= {str(name) for name in Catalog(store).attempts()}
-    collect(store, dead_epochs=[1])
+    collect_garbage(store, dead_epochs=[1])
     assert Catalog(store).attempts() == ()
 
 
@@ -82,7 +82,7 @@ def test_gc_ends_what_is_left_in_a_checkpoint(service: Service, root: str) -> No
     writer.write(0, memoryview(bytes(PART_NBYTES)))
     while not uploads(service, prefix):
         pass
-    assert collect(store).failed == []
+    assert collect_garbage(store).failed == []
     assert uploads(service, prefix) == []
     assert [entry.folder for entry in Catalog(store).checkpoints()] == [folder]
     writer.abort()
@@ -115,7 +115,7 @@ def test_without_the_right_to_list_uploads_gc_says_so_and_does_the_rest(root: st
     folder = Catalog(store).attempts()[0]
     for key in (f"{folder}/manifest.json", f"{folder}/index.json", "latest"):
         store.delete(key)
-    report = collect(store)
+    report = collect_garbage(store)
     assert [name for name, _ in report.failed] == ["uploads"]
     assert len(report.removed) == 1
     assert Catalog(store).attempts() == ()

@@ -10,7 +10,7 @@ from tests.ownership.test_leases import Clock, folder_at, keys, make, put_lease,
 from holdfast import errors, load_weights, reading
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.maintenance.prune import prune
+from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.maintenance.verify import verify, verify_root
 from holdfast.ownership.leases import SILENT_S, leased
 from holdfast.policy.rules import All, Last
@@ -45,27 +45,27 @@ def test_what_is_read_is_not_pruned_and_gets_no_mark(store: MemoryStore) -> None
     """R20: a mark stays, so that none may be left without need."""
     folder = folder_at(store, 1)
     with leased(store, folder):
-        report = prune(store, Last(1), emit=QUIET)
+        report = prune_checkpoints(store, Last(1), emit=QUIET)
         assert [where for where, _ in report.postponed] == [folder]
         assert "process" in report.postponed[0][1]
         assert len(report.deleted) == 1
         assert not Catalog(store).marks(folder).retired
         assert steps(store) == [3, 1]
         assert verify(store, folder).ok
-    assert prune(store, Last(1), emit=QUIET).postponed == []
+    assert prune_checkpoints(store, Last(1), emit=QUIET).postponed == []
     assert steps(store) == [3]
 
 
 def test_a_lease_that_comes_after_the_mark_stops_what_was_begun(store: MemoryStore) -> None:
     """R20, R23: the files stay until the lease is gone; then the deletion is finished."""
-    report = prune(Raced(store), Last(1), emit=QUIET, watch=lambda seconds: None)
+    report = prune_checkpoints(Raced(store), Last(1), emit=QUIET, watch=lambda seconds: None)
     assert (report.deleted, report.thinned) == ([], [])
     assert {where for where, _ in report.postponed} == {folder_at(store, 1), folder_at(store, 2)}
     assert steps(store) == [3, 2, 1]
     assert all(verify(store, folder_at(store, step)).ok for step in (1, 2, 3))
     for key in keys(store):
         store.delete(key)
-    assert len(prune(store, Last(1), emit=QUIET).deleted) == 2
+    assert len(prune_checkpoints(store, Last(1), emit=QUIET).deleted) == 2
     assert steps(store) == [3]
 
 
@@ -76,21 +76,21 @@ def test_thinning_waits_too() -> None:
             manager.save(step).wait()
     rule, folder = Last(1) | All().then_drop("optimizer"), folder_at(store, 1)
     with leased(store, folder):
-        assert prune(store, rule, emit=QUIET).thinned == []
+        assert prune_checkpoints(store, rule, emit=QUIET).thinned == []
         assert Catalog(store).marks(folder).thinned == ()
-    report = prune(Raced(store), rule, emit=QUIET)
+    report = prune_checkpoints(Raced(store), rule, emit=QUIET)
     assert (report.thinned, len(report.postponed)) == ([], 1)
     assert [note for note in verify(store, folder).notes if "dropped" in note] == []
     for key in keys(store):
         store.delete(key)
-    assert prune(store, rule, emit=QUIET).thinned == [folder]
+    assert prune_checkpoints(store, rule, emit=QUIET).thinned == [folder]
 
 
 def test_who_reads_a_thinned_checkpoint_is_told_what_is_gone(tmp_path: Path) -> None:
     with new_run().manager(tmp_path, sinks=()) as manager:
         for step in (1, 2):
             manager.save(step).wait()
-    prune(LocalStore(tmp_path), Last(1) | All().then_drop("optimizer"), emit=QUIET)
+    prune_checkpoints(LocalStore(tmp_path), Last(1) | All().then_drop("optimizer"), emit=QUIET)
     with reading(f"{tmp_path}@step=1") as checkpoint:
         assert checkpoint.notes == ("retention has dropped optimizer of it",)
     with reading(f"{tmp_path}@step=2") as checkpoint:
@@ -109,11 +109,11 @@ def test_a_prune_watches_a_reader_on_another_host(
         clock.wait(seconds)
         put_lease(store, folder_at(store, 1), beat=int(clock.now))
 
-    report = prune(store, Last(1), emit=Emitter((recorder,)), watch=beat)
+    report = prune_checkpoints(store, Last(1), emit=Emitter((recorder,)), watch=beat)
     assert len(report.postponed) == 1
     assert clock.now < 1000 + SILENT_S
     assert any("node-7" in event.message for event in recorder.of("warning"))
-    report = prune(store, Last(1), emit=QUIET, watch=clock.wait)
+    report = prune_checkpoints(store, Last(1), emit=QUIET, watch=clock.wait)
     assert report.postponed == []
     assert (steps(store), keys(store)) == ([3], [])
 
@@ -135,7 +135,7 @@ def test_leases_that_cannot_be_looked_for_delete_nothing(store: MemoryStore) -> 
 
     put_lease(store, folder_at(store, 1))
     with pytest.raises(errors.TransientStoreError):
-        prune(Blind(store), Last(1), emit=QUIET)
+        prune_checkpoints(Blind(store), Last(1), emit=QUIET)
     assert steps(store) == [3, 2, 1]
 
 

@@ -8,7 +8,7 @@ from holdfast import errors
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import UploadRecord
-from holdfast.maintenance.prune import preview, prune
+from holdfast.maintenance.prune import preview, prune_checkpoints
 from holdfast.ownership.claim import is_closed
 from holdfast.policy.rules import All, Last
 from holdfast.root.catalog import Catalog
@@ -40,11 +40,11 @@ def test_a_preview_writes_nothing_and_decides_the_same(store: MemoryStore) -> No
     faulty = FaultyStore(store)
     planned = preview(faulty, Last(1))
     assert {op for op, _ in faulty.ops} <= {"get", "head", "list", "children"}
-    assert prune(store, Last(1), emit=QUIET).planned == planned
+    assert prune_checkpoints(store, Last(1), emit=QUIET).planned == planned
 
 
 def test_a_prune_holds_an_epoch_and_closes_it(store: MemoryStore) -> None:
-    report = prune(store, Last(1), emit=QUIET)
+    report = prune_checkpoints(store, Last(1), emit=QUIET)
     assert (len(report.deleted), report.thinned, report.failed) == (2, [], [])
     assert Catalog(store).highest_epoch() == 2
     assert is_closed(store, 2)
@@ -55,9 +55,9 @@ def test_what_waits_for_its_upload_stays(store: MemoryStore) -> None:
     """D19: also where nobody can read what is noted of it."""
     first, second, _ = (entry.folder for entry in reversed(Catalog(store).checkpoints()))
     note = UploadRecord(remote="memory://remote", state="waiting", nbytes=1, changed="")
-    Ledger(store).note(second, note)
+    Ledger(store).put_note(second, note)
     store.put(layout.upload_key(first), b"{")
-    report = prune(store, Last(1), emit=QUIET)
+    report = prune_checkpoints(store, Last(1), emit=QUIET)
     assert report.deleted == []
     assert dict(report.postponed) == {
         first: "it waits for its upload",
@@ -70,7 +70,7 @@ def test_the_run_goes_on_from_where_it_stood(store: MemoryStore) -> None:
     """The claim of a prune is transparent: it never commits."""
     with new_run().manager(store, sinks=()) as manager:
         manager.resume("step=1")
-    prune(store, Last(1), emit=QUIET)
+    prune_checkpoints(store, Last(1), emit=QUIET)
     assert steps(store) == [3, 1]
     with new_run().manager(store, sinks=()) as manager:
         found = manager.resume()
@@ -82,7 +82,7 @@ def test_a_deletion_that_fails_is_told_and_the_rest_goes_on(store: MemoryStore) 
     """Invariant 8."""
     oldest = Catalog(store).checkpoints()[-1].folder
     fault = Fault(kind="fail", op="put", key=f"{oldest}/retired-*", times=None)
-    report = prune(FaultyStore(store, [fault]), Last(1), emit=QUIET)
+    report = prune_checkpoints(FaultyStore(store, [fault]), Last(1), emit=QUIET)
     assert [folder for folder, _ in report.failed] == [oldest]
     assert len(report.deleted) == 1
     assert steps(store) == [3, 1]
@@ -92,7 +92,9 @@ def test_a_deletion_that_fails_is_told_and_the_rest_goes_on(store: MemoryStore) 
 def test_an_epoch_with_something_in_flight_is_not_said_to_be_closed(store: MemoryStore) -> None:
     """R10: a mark whose reply was lost may still land."""
     fault = Fault(kind="lose_reply", op="put", key="*/thinned-*")
-    report = prune(FaultyStore(store, [fault]), Last(1) | All().then_drop("optimizer"), emit=QUIET)
+    report = prune_checkpoints(
+        FaultyStore(store, [fault]), Last(1) | All().then_drop("optimizer"), emit=QUIET
+    )
     assert len(report.failed) == 1
     assert not is_closed(store, 2)
 
@@ -109,5 +111,5 @@ def test_a_later_claim_stops_it_before_anything_goes(store: MemoryStore) -> None
                 new_run().manager(store, sinks=(), takeover=True).resume()
 
     with pytest.raises(errors.Superseded):
-        prune(Raced(store), Last(1), emit=QUIET)
+        prune_checkpoints(Raced(store), Last(1), emit=QUIET)
     assert steps(store) == [3, 2, 1]

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from holdfast import errors
 from holdfast.events import Event
-from holdfast.maintenance.retention import candidate, plan
+from holdfast.maintenance.retention import candidate, plan_retention
 from holdfast.manager import CheckpointManager
 from holdfast.ownership import deletion
 from holdfast.policy import retention as policy
@@ -226,7 +226,9 @@ class Histories(RuleBasedStateMachine):
     def _expect_nothing_left_to_do(self) -> None:
         whole = combined_rule(self.keep, [self._side()], {"tree", "extra", "rng"})
         catalog = Catalog(self.store)
-        for item in plan(catalog, catalog.checkpoints(), whole, epoch=10**6, resumed_from=None):
+        for item in plan_retention(
+            catalog, catalog.checkpoints(), whole, epoch=10**6, resumed_from=None
+        ):
             assert item.decision.keep, item.decision
             assert item.decision.drop == (), item.decision
 
@@ -278,7 +280,7 @@ def test_a_retention_that_forgets_the_pins_is_noticed(monkeypatch: pytest.Monkey
 @pytest.mark.full
 def test_a_retention_that_counts_the_unhealthy_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, for the health of what fills a quota and of what others go for."""
-    monkeypatch.setattr(policy, "_newest", lambda newest_first: {0: "newest"})
+    monkeypatch.setattr(policy, "_map_newest", lambda newest_first: {0: "newest"})
     monkeypatch.setattr(Candidate, "counts", Candidate.is_usable)
     with pytest.raises((AssertionError, KeyError)):
         play(200, phases=[Phase.generate], derandomize=True, report_multiple_bugs=False)

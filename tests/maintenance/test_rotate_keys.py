@@ -13,7 +13,13 @@ from holdfast import CheckpointManager, errors
 from holdfast.encryption.store import SealedStore
 from holdfast.format.envelope import MAX_STRETCHING_KIB, KeyBox, decode_box, encode_box
 from holdfast.keys import Encryption, Passphrase, PrivateKey, SecretKey, ServiceKey, generate
-from holdfast.maintenance.rotate_keys import Rekeyed, Sealed, look, rotate, sealed_in
+from holdfast.maintenance.rotate_keys import (
+    Rekeyed,
+    Sealed,
+    read_sealed_manifest,
+    rotate,
+    sealed_in,
+)
 from holdfast.maintenance.verify import verify_root
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
@@ -52,7 +58,7 @@ def test_old_keys_may_be_kept_and_several_keys_can_open() -> None:
     [done] = rotate(store, [KEY], [NEW, private.public], keeps_old=True)
     assert done.outcome == "done"
     (folder,) = folders(store)
-    found = look(store, folder)
+    found = read_sealed_manifest(store, folder)
     assert found is not None
     assert len(found.recipients) == 3
     assert verify_root(store).ok
@@ -70,7 +76,7 @@ def test_a_wrong_key_rotates_nothing_and_says_so() -> None:
     assert [item.outcome for item in done] == ["failed", "failed"]
     assert "sealed for secret" in done[0].reason
     assert stored(store) == before
-    assert look(store, plain[0]) is None
+    assert read_sealed_manifest(store, plain[0]) is None
 
 
 def test_a_run_under_way_goes_on_with_the_keys_that_it_was_given() -> None:
@@ -207,7 +213,7 @@ def test_hostile_passphrases_in_many_boxes_are_not_tried() -> None:
         part = msgspec.structs.replace(recipient, argon2=how)
         bad = KeyBox(commitment=box.commitment, recipients=(part,))
         store.put(f"{folder}/keys-{number:04d}.json", encode_box(bad))
-    found = look(store, folder)
+    found = read_sealed_manifest(store, folder)
     assert found is not None
     assert sorted(found.boxes) == [1, 11]
     assert sum(part.stretching_kib for part in found.boxes.values()) <= MAX_STRETCHING_KIB

@@ -13,7 +13,7 @@ from tests.maintenance.recorded import RecordedRun, three_failures
 import holdfast.manager
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.maintenance.recorded_costs import gather
+from holdfast.maintenance.recorded_costs import read_recorded_costs
 from holdfast.manager import CheckpointManager
 from holdfast.policy.auto import Auto
 from holdfast.policy.savers import SavePolicy, SideSaver
@@ -65,13 +65,13 @@ class Loop:
     saved: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        prepare = self.manager._saver.prepare
+        prepare = self.manager._saver.prepare_save
 
         def slow_prepare(captured: Any, **options: Any) -> Any:
             self.clock.now_s += self.stall_s
             return prepare(captured, **options)
 
-        self.manager._saver.prepare = slow_prepare  # type: ignore[method-assign]
+        self.manager._saver.prepare_save = slow_prepare  # type: ignore[method-assign]
 
     def steps(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -183,7 +183,7 @@ def test_after_a_resume_nothing_jumps(loop: Loop, clock: Clock) -> None:
 
 def test_it_decides_by_what_the_root_records_as_advise_does(loop: Loop) -> None:
     loop.steps(400)
-    facts = gather(loop.manager.store)
+    facts = read_recorded_costs(loop.manager.store)
     plan = loop.auto.plan
     assert plan is not None
     fresh = Auto(mtbf="6h")
@@ -214,7 +214,7 @@ def test_a_recorded_root_gives_its_interval_before_the_first_step() -> None:
     store = MemoryStore()
     three_failures(store)
     auto = Auto()
-    auto.learn(gather(store).history)
+    auto.learn(read_recorded_costs(store).history)
     assert auto.plan is not None
     assert auto.plan.num_failures == 3
     assert auto.due(None, None, Timestamp(step=1, wall_s=auto.plan.cycle_s - 0.1)) is None

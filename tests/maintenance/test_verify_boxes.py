@@ -80,7 +80,7 @@ def test_a_box_under_another_name_in_the_header_is_a_problem(tmp_path: Path) -> 
         number for number, row in enumerate(table.boxes.sizes.lists()) if row == [2500]
     )
     offsets[first], offsets[second] = offsets[second], offsets[first]
-    swapped = Boxes(table.boxes.tensor, Ragged.of(offsets), table.boxes.sizes)
+    swapped = Boxes(table.boxes.tensor, Ragged.from_lists(offsets), table.boxes.sizes)
     tables = {**old.components, "tree": TensorTable(table.specs, table.shards, swapped)}
     data = encode_index(tables, old.blocks, old.block_nbytes)
     digest = blocks.file_digest(len(data), blocks.digest_blocks(data, old.block_nbytes))

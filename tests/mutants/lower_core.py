@@ -94,8 +94,8 @@ ROOTS = (
         name="one-mended-meanwhile-is-deleted",
         promise="R20: no checkpoint with a sound manifest is deleted but by a rule",
         file="ownership/deletion.py",
-        before='"somebody reads it" if readers.of(folder) else _why_sound(store, folder)\n',
-        after='"somebody reads it" if readers.of(folder) else ""\n',
+        before="if readers.find_leases(folder) else _why_sound(store, folder)\n",
+        after='if readers.find_leases(folder) else ""\n',
         near=("tests/maintenance/test_delete_damaged.py",),
     ),
     Mutant(
@@ -110,8 +110,12 @@ ROOTS = (
         name="lease-not-looked-for-after-the-mark",
         promise="R11: a checkpoint is not deleted under who reads it",
         file="ownership/deletion.py",
-        before="        if leases := readers.of(folder):\n            return",
-        after="        leases = readers.of(folder)\n        if not register:\n            return",
+        before="        if leases := readers.find_leases(folder):\n            return",
+        after=(
+            "        leases = readers.find_leases(folder)\n"
+            "        if not register:\n"
+            "            return"
+        ),
         near=(LEASES, "tests/maintenance/test_leased_retention.py"),
     ),
     Mutant(
@@ -239,7 +243,9 @@ SAVING = (
         name="syncs-not-waited-for",
         promise="I2: files are durable before the manifest is put",
         file="saving/write_files.py",
-        before="            gather([self._syncs[key]], timeout_s=self._timeout_s, what=key)\n",
+        before=(
+            "            gather_results([self._syncs[key]], timeout_s=self._timeout_s, what=key)\n"
+        ),
         after="            pass\n",
         near=("tests/saving/test_write_files.py",),
     ),
@@ -369,8 +375,8 @@ STAGING = (
         name="parts-of-tensors-from-their-begin",
         promise="I7: resume is exact, also of a state that was staged in waves",
         file="staging/waves.py",
-        before="part = self._flat(position)[low - first : high - first]",
-        after="part = self._flat(position)[: high - low]",
+        before="part = self._get_flat_bytes(position)[low - first : high - first]",
+        after="part = self._get_flat_bytes(position)[: high - low]",
         near=("tests/staging/test_waves.py",),
     ),
 )
@@ -388,15 +394,17 @@ LOADING = (
         name="digest-of-a-block-not-compared",
         promise="R15: a flipped bit in a tensor is found",
         file="loading/block_reader.py",
-        before="        if hasher.digest() == _digest(file.digests, number):\n",
-        after="        if len(hasher.digest()) == len(_digest(file.digests, number)):\n",
+        before="        if hasher.digest() == _select_digest(file.digests, number):\n",
+        after="        if len(hasher.digest()) == len(_select_digest(file.digests, number)):\n",
         near=("tests/loading/test_open.py", DAMAGE),
     ),
     Mutant(
         name="digest-of-a-cached-block-not-compared",
         promise="D14: flipped bits that load without a word",
         file="loading/block_reader.py",
-        before="        return not verify or hasher.digest() == _digest(file.digests, number)\n",
+        before=(
+            "        return not verify or hasher.digest() == _select_digest(file.digests, number)\n"
+        ),
         after="        return not verify or len(hasher.digest()) == blocks.DIGEST_NBYTES\n",
         near=(TENSORS,),
     ),
@@ -412,7 +420,9 @@ LOADING = (
         name="wrong-copy-on-the-host-is-kept",
         promise="R17: a copy that proves wrong is dropped and read anew",
         file="loading/cached_store.py",
-        before="                self._pieces.remove(piece.place)\n        if afresh or start",
+        before=(
+            "                self._pieces.remove_copies(piece.place)\n        if afresh or start"
+        ),
         after="                assert piece.place\n        if afresh or start",
         near=("tests/loading/test_cached_store.py",),
     ),
@@ -436,7 +446,7 @@ LOADING = (
         name="boxes-beside-whole-tensors-stay-empty",
         promise="R15: each tensor gets its own bytes, in each of its boxes",
         file="loading/pipeline.py",
-        before="partial(self._fill, read, given_up, fill) if read.segments else fill",
+        before="partial(self._copy_block, read, given_up, fill) if read.segments else fill",
         after="fill",
         near=("tests/loading/test_assembly.py",),
     ),
@@ -575,8 +585,8 @@ OTHERS = (
         name="next-reader-not-woken",
         promise="I9: no wait without an end",
         file="threads/pools.py",
-        before="    def _end(self, result: Any) -> None:\n        self._room.release()\n",
-        after="    def _end(self, result: Any) -> None:\n",
+        before="    def _set_result(self, result: Any) -> None:\n        self._room.release()\n",
+        after="    def _set_result(self, result: Any) -> None:\n",
         near=("tests/threads/test_pools.py",),
     ),
     Mutant(
@@ -591,8 +601,8 @@ OTHERS = (
         name="ranks-save-where-some-have-passed",
         promise="R38: ranks get a wish at the same call",
         file="control/agreement.py",
-        before="agreed = _AgreedStep(max(decoded(",
-        after="agreed = _AgreedStep(min(decoded(",
+        before="agreed = _AgreedStep(max(decode_message(",
+        after="agreed = _AgreedStep(min(decode_message(",
         near=("tests/control/test_agreement.py",),
     ),
     Mutant(

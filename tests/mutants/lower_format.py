@@ -177,7 +177,10 @@ MUTANTS: tuple[Mutant, ...] = (
         name="end-of-a-sealed-file-not-checked",
         promise="R32: sealed bytes that were cut are noticed",
         file="format/suites.py",
-        before="self._cipher.decrypt(tags[-TAG_NBYTES:], _length(nbytes), nonce=nonce, what=what)",
+        before=(
+            "self._cipher.decrypt(tags[-TAG_NBYTES:], _encode_length(nbytes), "
+            "nonce=nonce, what=what)"
+        ),
         after="assert tags and nonce and what",
         near=("tests/format/test_segments.py", "tests/encryption/test_store.py"),
     ),

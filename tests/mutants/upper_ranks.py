@@ -83,8 +83,8 @@ MUTANTS: tuple[Mutant, ...] = (
         name="message-without-a-reply",
         promise="R38: a message that the store does not have is an error",
         file="ranks/messages.py",
-        before="    store.check([_key(name)])\n\n\ndef has",
-        after="    _key(name)\n\n\ndef has",
+        before="    store.check([_make_key(name)])\n\n\ndef has",
+        after="    _make_key(name)\n\n\ndef has",
         near=("tests/ranks/test_c10d.py",),
     ),
     Mutant(

@@ -65,7 +65,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="a-trial-load-is-not-undone",
         promise="I6: loading code that refuses a state leaves no trace",
         file="state/planning/trial.py",
-        before="            undoing.callback(_Values(tensor).put_back)\n",
+        before="            undoing.callback(_Values(tensor).restore_values)\n",
         after="            _Values(tensor)\n",
         near=("tests/state/test_modules.py",),
     ),

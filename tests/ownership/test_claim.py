@@ -82,7 +82,7 @@ def test_what_was_committed_before_the_claim_is_not_left_behind(tmp_path: Path) 
     run = new_run()
     owner = run.manager(tmp_path, preflight=False)
     owner.save(1).wait()
-    first = Catalog(owner.store).resolve()
+    first = Catalog(owner.store).find_checkpoint()
     choices: list[int] = []
 
     def choose() -> Choice:
@@ -91,7 +91,7 @@ def test_what_was_committed_before_the_claim_is_not_left_behind(tmp_path: Path) 
             run.train()
             owner.save(2).wait()
             return Choice(point=first.reference)
-        newest = Catalog(owner.store).resolve()
+        newest = Catalog(owner.store).find_checkpoint()
         choices.append(newest.step)
         return Choice(point=newest.reference)
 
@@ -122,7 +122,7 @@ def test_a_choice_of_what_another_has_committed_since_the_look_at_the_owner_is_m
                 other.resume()
                 run.train()
                 other.save(2).wait()
-        return Choice(point=Catalog(store).resolve().reference)
+        return Choice(point=Catalog(store).find_checkpoint().reference)
 
     claim = claim_run(store, iter(choose, None), takeover=False, emit=QUIET)
     assert (num_choices, claim.epoch) == (2, 3 if has_begun else 2)
@@ -162,7 +162,7 @@ def test_a_choice_that_was_deleted_before_the_claim_is_made_again(tmp_path: Path
     steps = iter((1, 2))
 
     def choose() -> Choice:
-        point = Catalog(store).resolve(next(steps)).reference
+        point = Catalog(store).find_checkpoint(next(steps)).reference
         if point.folder == first.folder:
             remove_folder(store, first.folder)
         return Choice(point=point)
@@ -180,7 +180,7 @@ def test_a_choice_that_is_being_deleted_does_not_stand(tmp_path: Path, is_rollba
     with run.manager(tmp_path, preflight=False) as manager:
         manager.save(1).wait()
     catalog = Catalog(manager.store)
-    choice = Choice(point=catalog.resolve().reference, is_rollback=is_rollback)
+    choice = Choice(point=catalog.find_checkpoint().reference, is_rollback=is_rollback)
     assert choice.point is not None
     claim = Claim(epoch=2, nonce="", resumed_from=choice.point)
     assert is_still_right(catalog, claim, choice)
@@ -203,7 +203,7 @@ def test_a_claim_that_comes_to_nothing_keeps_nobody_away(tmp_path: Path) -> None
 
     owner = Ownership(store, takeover=False, emit=QUIET)
     with pytest.raises(errors.MismatchError):
-        owner.take(iter(choose, None))
+        owner.claim_ownership(iter(choose, None))
     assert owner.claim is None
     assert Catalog(store).highest_epoch() == 2
     another = (
@@ -222,14 +222,14 @@ def test_an_uncommitted_claim_of_the_latest_moves_nothing(tmp_path: Path) -> Non
     run = new_run()
     with run.manager(tmp_path, preflight=False) as owner:
         owner.save(1).wait()
-        point = Catalog(owner.store).resolve().reference
+        point = Catalog(owner.store).find_checkpoint().reference
         run.train()
         owner.save(2).wait()
     store = LocalStore(tmp_path)
     put_writer(store, 2, elsewhere(), resumed_from=point)
-    assert Catalog(store).resolve().step == 2
+    assert Catalog(store).find_checkpoint().step == 2
     put_writer(store, 3, elsewhere(), resumed_from=point, rollback=True)
-    assert Catalog(store).resolve().step == 1
+    assert Catalog(store).find_checkpoint().step == 1
 
 
 def test_a_copied_checkpoint_of_a_later_epoch_is_not_of_this_run(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_copies_alone_make_a_root_that_can_be_resumed(tmp_path: Path) -> None:
         assert found.step == 2
         run.train()
         manager.save(3).wait()
-        assert Catalog(manager.store).resolve().step == 3
+        assert Catalog(manager.store).find_checkpoint().step == 3
 
 
 def test_a_claim_that_cannot_be_read_fences_all_the_same(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from holdfast import errors
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import Lease, Retired, Thinned
-from holdfast.maintenance.gc import collect
-from holdfast.maintenance.prune import prune
+from holdfast.maintenance.gc import collect_garbage
+from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
 from holdfast.ownership import leases
@@ -104,8 +104,8 @@ def test_a_lease_is_there_while_the_block_lasts(store: MemoryStore) -> None:
         assert refused == ""
         assert (found.folder, found.state) == (folder, "ours")
         assert f"process {os.getpid()} on " in found.who
-        assert len(Readers(store).of(folder)) == 1
-        assert Readers(store).of(folder_at(store, 2)) == ()
+        assert len(Readers(store).find_leases(folder)) == 1
+        assert Readers(store).find_leases(folder_at(store, 2)) == ()
     assert keys(store) == []
 
 
@@ -259,8 +259,8 @@ def test_other_things_in_place_of_the_folder_stop_nobody(kind: str, tmp_path: Pa
         (note,) = checkpoint.notes
         assert note.startswith("read without a lease")
     assert list(find_leases(store)) == []
-    assert {where for where, _ in collect(store).failed} <= {layout.READERS}
-    assert prune(store, Last(1), emit=Emitter(())).failed == []
+    assert {where for where, _ in collect_garbage(store).failed} <= {layout.READERS}
+    assert prune_checkpoints(store, Last(1), emit=Emitter(())).failed == []
     assert steps(store) == [3]
     assert list((tmp_path / "outside").iterdir()) == []
 
@@ -284,16 +284,16 @@ def test_silence_is_measured_by_the_clock_of_the_deleter(store: MemoryStore) -> 
     folder, clock = folder_at(store, 1), Clock()
     readers = Readers(store, clock=clock)
     put_lease(store, folder)
-    assert len(readers.of(folder)) == 1
+    assert len(readers.find_leases(folder)) == 1
     clock.now += SILENT_S - 1
-    assert len(readers.of(folder)) == 1
+    assert len(readers.find_leases(folder)) == 1
     put_lease(store, folder, beat=2)
     clock.now += 2
-    assert len(readers.of(folder)) == 1, "it has moved"
+    assert len(readers.find_leases(folder)) == 1, "it has moved"
     clock.now += SILENT_S
-    assert readers.of(folder) == ()
+    assert readers.find_leases(folder) == ()
     put_lease(store, folder, beat=3)
-    assert len(readers.of(folder)) == 1, "it was only slow"
+    assert len(readers.find_leases(folder)) == 1, "it was only slow"
 
 
 @pytest.mark.parametrize("start", ["", "1"])
@@ -306,8 +306,8 @@ def test_the_dead_read_nothing(start: str, store: MemoryStore) -> None:
     record = Lease(nonce=NONCE, beat=1, created="", process=process)
     put_lease(store, folder, record.encode())
     assert [lease.state for lease in find_leases(store)] == ["dead"]
-    assert Readers(store).of(folder) == ()
-    report = collect(store)
+    assert Readers(store).find_leases(folder) == ()
+    report = collect_garbage(store)
     assert [why for _, why in report.removed] == ["a lease of a process that is gone"]
     assert keys(store) == []
 
@@ -331,13 +331,13 @@ def test_a_hostile_lease_is_reported_and_holds_nothing_for_ever(
     folder, clock = folder_at(store, 1), Clock()
     key = put_lease(store, folder, data)
     readers = Readers(store, clock=clock)
-    (found,) = readers.of(folder)
+    (found,) = readers.find_leases(folder)
     assert found.who == f"somebody whose lease {key} cannot be read"
-    ((kept, why),) = collect(store).kept
+    ((kept, why),) = collect_garbage(store).kept
     assert kept == key
     assert "cannot be read" in why
     clock.now += SILENT_S
-    assert readers.of(folder) == ()
+    assert readers.find_leases(folder) == ()
 
 
 @pytest.mark.parametrize("kind", ["folder", "link", "dangling link"])
@@ -353,10 +353,10 @@ def test_other_things_than_files_bind_nobody_for_ever(kind: str, tmp_path: Path)
     else:
         path.symlink_to(tmp_path / ("twin" if kind == "link" else "nothing"))
     readers = Readers(store, clock=clock)
-    assert all(lease.lease is None for lease in readers.of(folder))
+    assert all(lease.lease is None for lease in readers.find_leases(folder))
     clock.now += SILENT_S
-    assert readers.of(folder) == ()
-    assert collect(store).failed == []
+    assert readers.find_leases(folder) == ()
+    assert collect_garbage(store).failed == []
 
 
 def test_names_that_are_no_leases_are_ignored(store: MemoryStore) -> None:
@@ -370,7 +370,7 @@ def test_names_that_are_no_leases_are_ignored(store: MemoryStore) -> None:
     ):
         store.put(f"readers/{name}", b"")
     assert list(find_leases(store)) == []
-    assert collect(store).removed == []
+    assert collect_garbage(store).removed == []
 
 
 def test_gc_removes_leases_on_what_is_gone(store: MemoryStore) -> None:
@@ -379,9 +379,9 @@ def test_gc_removes_leases_on_what_is_gone(store: MemoryStore) -> None:
     kept = put_lease(store, folder_at(store, 2))
     lost = put_lease(store, folder)
     remove_folder(store, folder)
-    assert {key for key, _ in collect(store, dry_run=True).removed} == {lost}
+    assert {key for key, _ in collect_garbage(store, dry_run=True).removed} == {lost}
     assert set(keys(store)) == {kept, lost}
-    collect(store)
+    collect_garbage(store)
     assert keys(store) == [kept]
 
 
@@ -486,7 +486,7 @@ def scenario(store: Store, acknowledged: list[int]) -> None:
                 if entry is not None:
                     assert verify(store, entry.folder).ok, "read under a lease"
         manager.wait()
-    collect(store)
+    collect_garbage(store)
 
 
 @changes_or_all
@@ -531,7 +531,7 @@ def test_a_component_that_goes_is_given_up_by_the_reader(store: MemoryStore) -> 
     with leased(store, folder):
         assert Catalog(store).marks(folder).thinned_by == ()
         store.put(f"{folder}/{layout.thinned_name('tiny', 9)}", mark)
-        assert len(Readers(store).of(folder)) == 1, "and the thinner sees the lease"
+        assert len(Readers(store).find_leases(folder)) == 1, "and the thinner sees the lease"
 
 
 def test_watching_ends_when_a_lease_moves_and_after_silence(store: MemoryStore) -> None:
@@ -543,11 +543,11 @@ def test_watching_ends_when_a_lease_moves_and_after_silence(store: MemoryStore) 
         clock.wait(seconds)
         put_lease(store, folder, beat=int(clock.now))
 
-    readers.watch({folder}, wait=move, emit=Emitter((recorder,)))
+    readers.watch_leases({folder}, wait=move, emit=Emitter((recorder,)))
     assert clock.now < 1000 + SILENT_S
-    assert len(readers.of(folder)) == 1
-    readers.watch({folder}, wait=clock.wait, emit=Emitter((recorder,)))
-    assert readers.of(folder) == ()
+    assert len(readers.find_leases(folder)) == 1
+    readers.watch_leases({folder}, wait=clock.wait, emit=Emitter((recorder,)))
+    assert readers.find_leases(folder) == ()
     assert all("node-7" in event.message for event in recorder.of("warning"))
 
 

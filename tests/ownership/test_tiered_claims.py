@@ -14,7 +14,7 @@ from holdfast.errors import StoreFull, TransientStoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import WriterRecord
-from holdfast.maintenance.prune import prune
+from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.ownership.claim import Choice, is_closed
 from holdfast.ownership.process import this_process
 from holdfast.ownership.tiered import TieredOwnership, share_claims
@@ -125,18 +125,20 @@ def test_what_happens_between_choice_and_claim_makes_the_choice_anew(
             with opened(Tiered(machines[1], remote), Tiny()) as other:
                 other.resume()
                 saved(other, tiny, 3)
-        point = catalog.resolve("latest" if event == "another goes on" else num_choices).reference
+        point = catalog.find_checkpoint(
+            "latest" if event == "another goes on" else num_choices
+        ).reference
         if num_choices == 1 and event == "it is deleted":
             remove_folder(machines[0], point.folder)
         return Choice(point=point)
 
-    owner.take(iter(choose, None))
+    owner.claim_ownership(iter(choose, None))
     assert num_choices == 2
     assert owner.claim is not None
     assert owner.claim.resumed_from is not None
     expected = (2, 1) if event == "another goes on" else (1, 2)
     assert owner.claim.resumed_from.order == expected
-    owner.release()
+    owner.release_run()
 
 
 def test_a_forgotten_resume_does_not_begin_the_run_anew(
@@ -449,7 +451,7 @@ def test_a_claim_that_comes_to_nothing_is_closed_in_both_tiers(
 
     with opened(tiered, tiny) as manager:
         with pytest.raises(errors.MismatchError):
-            manager._owner.take(iter(choose, None))
+            manager._owner.claim_ownership(iter(choose, None))
         for store in (machines[0], remote):
             assert Catalog(store).highest_epoch() == 2
             assert is_closed(store, 2)
@@ -564,8 +566,8 @@ def test_a_prune_of_each_tier_does_not_part_them(
                 manager.resume()
                 newest += 1
                 saved(manager, tiny, newest)
-        prune(local, Last(1), emit=Emitter(()))
-        prune(remote, Last(1), emit=Emitter(()))
+        prune_checkpoints(local, Last(1), emit=Emitter(()))
+        prune_checkpoints(remote, Last(1), emit=Emitter(()))
         with opened(Tiered(local, remote), tiny) as manager:
             found = manager.resume()
             assert found is not None

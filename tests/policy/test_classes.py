@@ -37,7 +37,7 @@ def moments(length: Time, cycle_epochs: int = 10**6) -> Iterator[tuple[Event, Ti
                     step=step, epoch=epoch, samples=BATCH * step, cycle=cycle, wall_s=step
                 )
                 yield "cycle", at
-        if (length.unit.of(at) or 0) >= length.value:
+        if (length.unit.read_progress(at) or 0) >= length.value:
             yield "end", at
             return
 

@@ -18,7 +18,7 @@ from holdfast.policy.clock import (
     Time,
     Unit,
     argument_name,
-    counted,
+    get_counter,
     parse,
 )
 
@@ -224,21 +224,21 @@ def test_seconds_are_finite_and_above_zero(value: float) -> None:
 def test_each_unit_reads_its_own_counter() -> None:
     now = Timestamp(step=1, epoch=2, samples=3, tokens=4, wall_s=5.5, cycle=6)
     units = [*COUNTED_UNITS, Unit.SECOND]
-    assert [unit.of(now) for unit in units] == [1, 2, 3, 4, 6, 5.5]
-    assert [counted(now, unit, "it") for unit in units] == [1, 2, 3, 4, 6, 5.5]
+    assert [unit.read_progress(now) for unit in units] == [1, 2, 3, 4, 6, 5.5]
+    assert [get_counter(now, unit, "it") for unit in units] == [1, 2, 3, 4, 6, 5.5]
     names = ["step", "epoch", "samples", "tokens", "cycle", "wall_s"]
     assert [argument_name(unit) for unit in units] == names
 
 
 def test_what_the_loop_does_not_count_is_none_or_an_error_that_names_it() -> None:
     """D47."""
-    assert Unit.TOKEN.of(Timestamp(step=1)) is None
+    assert Unit.TOKEN.read_progress(Timestamp(step=1)) is None
     with pytest.raises(UsageError, match="'it' can never fire: tokens was not given"):
-        counted(Timestamp(step=1), Unit.TOKEN, "it")
+        get_counter(Timestamp(step=1), Unit.TOKEN, "it")
 
 
 def test_a_counter_cannot_tell_a_fraction_of_the_run() -> None:
     with pytest.raises(UsageError, match="resolve"):
-        Unit.DURATION.of(Timestamp(step=1))
+        Unit.DURATION.read_progress(Timestamp(step=1))
     with pytest.raises(UsageError, match="length is not known"):
-        counted(Timestamp(step=1), Unit.DURATION, "it")
+        get_counter(Timestamp(step=1), Unit.DURATION, "it")

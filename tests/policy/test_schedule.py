@@ -26,7 +26,7 @@ def played(schedule: SaveSchedule, last: int, first: int = 1) -> dict[int, Due]:
     """The saves of a training, by their steps."""
     found = {}
     for step in range(first, last + 1):
-        due = schedule.due(at(step))
+        due = schedule.merge_due_saves(at(step))
         if due is not None:
             schedule.began(due, at(step))
             found[step] = due
@@ -79,7 +79,7 @@ def test_a_resume_rebuilds_where_each_saver_last_saved() -> None:
             for step, due in sorted(expected.items(), reverse=True)
             if step <= cut
         ]
-        resumed.stand_on(at(cut), records)
+        resumed.resume_schedule(at(cut), records)
         later = {step: due for step, due in expected.items() if step > cut}
         assert played(resumed, 20, first=cut + 1) == later
 
@@ -87,30 +87,30 @@ def test_a_resume_rebuilds_where_each_saver_last_saved() -> None:
 @pytest.mark.parametrize("event", ["signal", "demand"])
 def test_somebody_who_asks_gets_a_whole_save_whatever_the_policy(event: str) -> None:
     bare, weights = SaveSchedule(None), SaveSchedule("100step", [WEIGHTS])
-    assert bare.due(at(1), events=["step", event]) == Due("permanent", event)  # type: ignore[list-item]
-    due = weights.due(at(2), events=["step", event])  # type: ignore[list-item]
+    assert bare.merge_due_saves(at(1), events=["step", event]) == Due("permanent", event)  # type: ignore[list-item]
+    due = weights.merge_due_saves(at(2), events=["step", event])  # type: ignore[list-item]
     assert due is not None
     assert due.components is None
     weights.began(due, at(2))
-    assert weights.due(at(2), events=[event]) is None  # type: ignore[list-item]
+    assert weights.merge_due_saves(at(2), events=[event]) is None  # type: ignore[list-item]
 
 
 def test_a_part_saved_by_hand_puts_nothing_off() -> None:
     schedule = SaveSchedule("2step")
     schedule.began(Due("permanent", "manual", components=("model",)), at(2))
-    assert schedule.due(at(2)) == Due("permanent", "every 2step")
+    assert schedule.merge_due_saves(at(2)) == Due("permanent", "every 2step")
 
 
 def test_what_is_asked_for_is_of_the_lowest_class_unless_a_trigger_says_more() -> None:
     two = SaveSchedule(SavePolicy(permanent="10step", ephemeral="2step"))
-    assert two.due(at(1), events=["step", "signal"]) == Due("ephemeral", "signal")
+    assert two.merge_due_saves(at(1), events=["step", "signal"]) == Due("ephemeral", "signal")
     says = SaveSchedule(SavePolicy(permanent=On("signal"), ephemeral="2step"))
-    assert says.due(at(1), events=["step", "signal"]) == Due("permanent", "signal")
+    assert says.merge_due_saves(at(1), events=["step", "signal"]) == Due("permanent", "signal")
 
 
 def test_what_is_wanted_is_saved_once_with_its_own_reason() -> None:
     schedule = SaveSchedule("2step", [WEIGHTS])
-    final = schedule.due(at(2), wanted=Due("permanent", "final", tags=("end",)))
+    final = schedule.merge_due_saves(at(2), wanted=Due("permanent", "final", tags=("end",)))
     assert final == Due(
         "permanent",
         "final, weights every 2step",
@@ -158,8 +158,10 @@ def test_the_rules_of_all_savers_are_one_rule() -> None:
 def test_who_asks_under_a_veto_gets_a_permanent_one() -> None:
     schedule = SaveSchedule(SavePolicy(permanent="100step", ephemeral="10step"))
     for event in ("signal", "demand"):
-        assert schedule.due(at(1), events=[event]) == Due("ephemeral", event)
-        assert schedule.due(at(1), events=[event], vetoes={"merging"}) == Due("permanent", event)
+        assert schedule.merge_due_saves(at(1), events=[event]) == Due("ephemeral", event)
+        assert schedule.merge_due_saves(at(1), events=[event], vetoes={"merging"}) == Due(
+            "permanent", event
+        )
 
 
 def test_a_part_by_hand_is_nobodys_in_the_manifest_too() -> None:
@@ -173,9 +175,9 @@ def test_a_part_by_hand_is_nobodys_in_the_manifest_too() -> None:
 def test_a_part_that_is_wanted_takes_the_place_of_no_whole_one(sides: list[SideSaver]) -> None:
     schedule = SaveSchedule("3step", sides)
     part = Due("permanent", "manual", components=("model",))
-    alone = schedule.due(at(1), wanted=part)
+    alone = schedule.merge_due_saves(at(1), wanted=part)
     assert alone == part
-    both = schedule.due(at(3), wanted=part)
+    both = schedule.merge_due_saves(at(3), wanted=part)
     assert both is not None
     assert both.components is None
     assert both.savers == (("main", "weights") if sides else ())
@@ -184,22 +186,22 @@ def test_a_part_that_is_wanted_takes_the_place_of_no_whole_one(sides: list[SideS
 def test_a_save_that_failed_or_was_not_begun_is_due_again() -> None:
     schedule = SaveSchedule("3step", [WEIGHTS])
     assert played(schedule, 5).keys() == {2, 3, 4}
-    schedule.failed()
-    again = schedule.due(at(5))
+    schedule.undo_failed_save()
+    again = schedule.merge_due_saves(at(5))
     assert again is not None
     assert again.savers == ("weights",)
     schedule.began(again, at(5))
     schedule.not_begun()  # a begun one stays begun
-    assert schedule.due(at(5)) is None
-    assert schedule.due(at(6)) is not None
+    assert schedule.merge_due_saves(at(5)) is None
+    assert schedule.merge_due_saves(at(6)) is not None
     schedule.not_begun()
-    both = schedule.due(at(7))
+    both = schedule.merge_due_saves(at(7))
     assert both is not None
     assert both.savers == ("main", "weights")
     schedule.began(both, at(7))
-    schedule.stand_on(at(7), [])
-    schedule.failed()  # an earlier one is of no interest any more
-    assert schedule.due(at(7)) is None
+    schedule.resume_schedule(at(7), [])
+    schedule.undo_failed_save()  # an earlier one is of no interest any more
+    assert schedule.merge_due_saves(at(7)) is None
 
 
 @pytest.mark.parametrize(
@@ -223,9 +225,9 @@ def test_it_is_known_until_when_nothing_can_be_due(every: Any, step: int, first:
     """And what is said to be quiet really is, step by step."""
     schedule = SaveSchedule(every)
     assert schedule.quiet_until(at(step)) == first
-    schedule.stand_on(at(step), [])
+    schedule.resume_schedule(at(step), [])
     for later in range(step + 1, min(first, step + 20)):
-        assert schedule.due(at(later)) is None
+        assert schedule.merge_due_saves(at(later)) is None
 
 
 def test_ranks_decide_alike_by_counters_and_the_leader_by_its_clock() -> None:
@@ -234,16 +236,16 @@ def test_ranks_decide_alike_by_counters_and_the_leader_by_its_clock() -> None:
     shared = SaveSchedule(
         policy, [SideSaver("fast", every="1s", components=["model"])], is_shared=True
     )
-    assert shared.due(at(2)) is None
+    assert shared.merge_due_saves(at(2)) is None
     due = shared.due_by_leader(at(2))
     assert due == Due("permanent", "every 2step, fast every 1s", savers=("main", "fast"))
     assert shared.due_by_leader(at(2), but=due) is None
-    assert shared.due(at(4)) == Due("permanent", "every 4step", savers=("main",))
+    assert shared.merge_due_saves(at(4)) == Due("permanent", "every 4step", savers=("main",))
 
 
 def test_triggers_that_are_not_known_to_be_alike_are_left_to_the_leader() -> None:
     schedule = SaveSchedule(
         When(lambda *_: True, "always") | On("epoch") | At("1step"), is_shared=True
     )
-    assert schedule.due(at(1)) == Due("permanent", "at 1step")
+    assert schedule.merge_due_saves(at(1)) == Due("permanent", "at 1step")
     assert schedule.due_by_leader(at(1)) == Due("permanent", "always")

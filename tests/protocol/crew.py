@@ -19,7 +19,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format.manifest import ComponentEntry, FileEntry, Manifest, Reference, Timestamp
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.retention import Deleter
 from holdfast.ownership.annotations import annotate
 from holdfast.ownership.claim import Choice, Claim, claim_run, dropped, is_being_deleted
@@ -27,7 +27,7 @@ from holdfast.ownership.leases import leased
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import All, Last
 from holdfast.root.catalog import Catalog, Entry
-from holdfast.root.commit import begin, commit
+from holdfast.root.commit import commit, create_attempt
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 
@@ -98,7 +98,9 @@ def save(store: Store, claim: Claim, sequence: int, record: Record) -> bool:
     Raises:
         Superseded: a later writer owns the run.
     """
-    attempt = begin(store, label="s", epoch=claim.epoch, nonce=claim.nonce, sequence=sequence)
+    attempt = create_attempt(
+        store, label="s", epoch=claim.epoch, nonce=claim.nonce, sequence=sequence
+    )
     for name in _FILES:
         store.put(f"{attempt.folder}/{name}", b"1", if_absent=True)
     manifest = _manifest(attempt.save_id, claim.epoch, sequence, claim.resumed_from)
@@ -240,7 +242,7 @@ def collector() -> Actor:
 
     def actor(store: Store) -> None:
         for _ in range(2):
-            collect(store)
+            collect_garbage(store)
 
     return actor
 

@@ -203,7 +203,7 @@ def test_numbers_are_the_same_in_all_ranks(ranks: Ranks) -> None:
 
 
 def test_a_failure_names_the_error_and_is_cut() -> None:
-    failure = RankFailure.of(ValueError("x" * 10_000), phase="stage")
+    failure = RankFailure.from_error(ValueError("x" * 10_000), phase="stage")
     assert failure.phase == "stage"
     assert failure.reason.startswith("ValueError: xxx")
     assert len(failure.reason) == 2000
@@ -211,7 +211,7 @@ def test_a_failure_names_the_error_and_is_cut() -> None:
 
 def test_a_failure_that_is_passed_on_names_its_rank_and_is_not_nested() -> None:
     failed = RanksFailed("save 1", dict.fromkeys((3, 1), FAILURE) | {2: RankFailure("plan", "why")})
-    passed_on = RanksFailed("save 1", {0: RankFailure.of(failed, phase="commit")})
+    passed_on = RanksFailed("save 1", {0: RankFailure.from_error(failed, phase="commit")})
     assert str(passed_on) == (
         "save 1 failed in:\n  rank 0, in commit: ranks 1 and 3, in write: OSError: no space left; "
         "rank 2, in plan: why"
@@ -222,7 +222,7 @@ def test_a_failure_that_is_passed_on_names_its_rank_and_is_not_nested() -> None:
 def test_a_failure_arrives_whose_text_no_message_can_carry(ranks: Ranks, tag: str) -> None:
     """Names of files that are not UTF-8 are text with surrogates."""
     error = OSError(f"no such file: {os.fsdecode(bytes([255]))}")
-    ranks[1].fail(tag, RankFailure.of(error, phase="read"), timeout_s=PATIENCE_S)
+    ranks[1].fail(tag, RankFailure.from_error(error, phase="read"), timeout_s=PATIENCE_S)
     failed = ranks[LEADER].collect(tag, timeout_s=PATIENCE_S).failed
     assert failed == {1: ("read", r"OSError: no such file: \udcff")}
 

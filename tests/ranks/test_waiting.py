@@ -113,7 +113,7 @@ def test_warnings_come_at_growing_intervals() -> None:
     due = []
     for _ in range(3):
         due.append(round(watch.next_s, 2))
-        watch.tell(watch.next_s, {1: "rank 1"})
+        watch.warn_of_late_ranks(watch.next_s, {1: "rank 1"})
     assert due == [0.05, 0.15, 0.45]
     assert len(heard.texts) == 3
     assert Watch(heard, "save of step 1").next_s == waiting.ANSWER_S
@@ -232,9 +232,9 @@ def test_a_silent_rank_of_the_own_host_is_named_once_and_waited_for(
 def test_time_in_which_this_rank_did_not_look_is_no_silence() -> None:
     silences = Silences(most_s=4.0)
     for now_s, values in ((10.0, {1: b"1", 2: b"1"}), (12.0, {1: b"1"}), (900.0, {1: b"1"})):
-        silences.look(values, now_s)
+        silences.record_heartbeats(values, now_s)
     assert silences.by_rank == {1: 6.0}
-    silences.look({1: b"2", 2: b"1"}, 902.0)
+    silences.record_heartbeats({1: b"2", 2: b"1"}, 902.0)
     assert silences.by_rank == {1: 0.0, 2: 0.0}
 
 
@@ -305,12 +305,12 @@ def test_a_group_that_comes_after_the_manager_is_said_once(
     seen: list[Event] = []
     alarm = GroupAlarm("group", Emitter((seen.append,)))
     alone = GroupAlarm(None, Emitter((seen.append,)))
-    alarm.look()
+    alarm.warn_if_grouped()
     assert seen == []
     monkeypatch.setattr(chosen, "has_group", lambda: True)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     for one in (alarm, alarm, alone):
-        one.look()
+        one.warn_if_grouped()
     (event,) = seen
     assert (event.kind, "made before it" in event.message) == ("warning", True)

@@ -26,7 +26,7 @@ from holdfast.format.manifest import Deleted, encode_manifest
 from holdfast.format.records import WriterRecord
 from holdfast.keys import Encryption, Passphrase, SecretKey, generate
 from holdfast.maintenance import rotate_keys
-from holdfast.maintenance.prune import prune
+from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.maintenance.verify import verify_root
 from holdfast.ownership.deletion import thin
 from holdfast.ownership.leases import Readers
@@ -198,13 +198,13 @@ def test_what_a_forerunner_left_is_sent_and_no_file_is_opened_for_it(
     arrived = sum(info.nbytes for info in remote.list("step-"))
     assert arrived > 30 * 1024 * 1024
     num_reads, again = [0], Noted()
-    real = SealedFile.read
+    real = SealedFile.decrypt_range
 
     def read(self: SealedFile, *args: Any, **options: Any) -> None:
         num_reads[0] += 1
         real(self, *args, **options)
 
-    monkeypatch.setattr(SealedFile, "read", read)
+    monkeypatch.setattr(SealedFile, "decrypt_range", read)
     with opened(Tiered(local, remote), Tiny(LARGE), encrypt=SEALS, sinks=(again,)) as manager:
         assert manager.resume() is not None
         num_before = num_reads[0]
@@ -490,7 +490,7 @@ def test_a_local_copy_that_was_sent_stays_until_somebody_has_looked_at_the_remot
     local: LocalStore, remote: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R1, D19: saves of a new process may be faster than its first look there."""
-    tiny, looks, real = Tiny(), threading.Event(), UploadWorker._begin
+    tiny, looks, real = Tiny(), threading.Event(), UploadWorker._claim_remote
 
     def begin(self: UploadWorker) -> None:
         assert looks.wait(60), "the test did not let it look"
@@ -500,7 +500,7 @@ def test_a_local_copy_that_was_sent_stays_until_somebody_has_looked_at_the_remot
         manager.resume()
         saved(manager, tiny, 1)
     remote.delete(f"{newest(remote)}/keys-0001.json")
-    monkeypatch.setattr(UploadWorker, "_begin", begin)
+    monkeypatch.setattr(UploadWorker, "_claim_remote", begin)
     tiered = Tiered(local, remote, keep_local=0, close_timeout_s=0)
     with opened(tiered, tiny, encrypt=SEALS) as manager:
         manager.resume()
@@ -576,7 +576,7 @@ def test_what_waits_for_its_upload_does_so_while_other_keys_are_in_use(
         saved(manager, tiny, 3)
         manager.wait()
     assert [info.key for info in root.list(f"{folder}/")] == arrived
-    report = prune(sealing(local, both), Last(1), emit=Emitter(()))
+    report = prune_checkpoints(sealing(local, both), Last(1), emit=Emitter(()))
     assert report.postponed == [(folder, f"it waits for its upload to {root.url}")]
     with opened(Tiered(local, root), tiny, encrypt=both) as manager:
         manager.resume()
@@ -662,7 +662,7 @@ def test_a_prune_from_outside_leaves_what_waits(
         manager.wait()
         remote.error = TransientStoreError("no network")
         saved(manager, tiny, 2, 3)
-    report = prune(sealing(local, SEALS), Last(1), emit=Emitter(()))
+    report = prune_checkpoints(sealing(local, SEALS), Last(1), emit=Emitter(()))
     assert opened_steps(local) == [3, 2]
     assert [why for _, why in report.postponed] == ["it waits for its upload to memory://remote"]
 
@@ -737,14 +737,14 @@ def test_it_ends_soon_when_it_is_interrupted_while_it_compares(local: LocalStore
     sender = Sender(sealing(FaultyStore(local, [slow]), SEALS), remote, num_threads=1, timeout_s=60)
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(
-            sender.send, newest(local), epoch=1, told=lambda cost: None, unclear=set()
+            sender.upload_checkpoint, newest(local), epoch=1, told=lambda cost: None, unclear=set()
         )
         assert slow.reached.wait(60)
         sender.interrupt()
         slow.release.set()
         with pytest.raises(UploadInterrupted):
             sending.result(60)
-    sender.close()
+    sender.stop_sending()
     assert [info.key for info in remote.list("step-")] == []
 
 
@@ -760,12 +760,12 @@ def test_errors_in_notes_are_stored_without_words(local: LocalStore) -> None:
 
     ledger = Ledger(sealing(local, SEALS))
     folder = "step-00000001.0001-000001-01234567"
-    ledger.note(
+    ledger.put_note(
         folder,
         UploadRecord(remote="r", state="failed", nbytes=1, changed="now", error=f"no {CANARY}"),
     )
     ledger.note_tiers(TiersRecord(remote="r", changed="now", error=f"no {CANARY}"))
-    for told in (ledger.notes()[folder], ledger.tiers()):
+    for told in (ledger.read_notes()[folder], ledger.tiers()):
         assert told is not None
         assert told.error is not None
         assert CANARY not in told.error

@@ -12,7 +12,7 @@ from holdfast.errors import AccessDenied, NoUsableCheckpoint, TransientStoreErro
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import Retired
-from holdfast.maintenance.prune import prune
+from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.ownership.claim import is_closed
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import All, Best, EveryNth, Last
@@ -225,7 +225,7 @@ def test_nothing_goes_locally_while_the_remote_tier_is_away(
         assert steps_in(local) == []
     assert steps_in(remote) == [4, 3, 2, 1]
     assert Ledger(local).waiting() == {}
-    assert [*Ledger(local).notes()] == [entry.folder for entry in Catalog(local).checkpoints()]
+    assert [*Ledger(local).read_notes()] == [entry.folder for entry in Catalog(local).checkpoints()]
 
 
 def test_what_the_remote_rule_would_drop_at_once_is_not_sent(
@@ -406,7 +406,9 @@ def test_pins_and_tags_are_in_both_tiers(local: LocalStore, remote: Store) -> No
         manager.wait()
         assert manager.list()[-1].tags == ("good",)
         manager.tag(3, "last")
-        assert Catalog(remote).resolve("step=3").tags == ("last",)  # at once, before any upload
+        assert Catalog(remote).find_checkpoint("step=3").tags == (
+            "last",
+        )  # at once, before any upload
         saved(manager, tiny, 4, 5)
     assert steps_in(remote) == [5, 3, 1]
     assert steps_in(local) == [5, 3, 1]
@@ -420,7 +422,7 @@ def test_a_prune_from_outside_leaves_what_waits(local: LocalStore) -> None:
         manager.wait()
         remote.error = TransientStoreError("no network")
         saved(manager, tiny, 2, 3, 4)
-    report = prune(local, Last(1), emit=Emitter(()))
+    report = prune_checkpoints(local, Last(1), emit=Emitter(()))
     assert steps_in(local) == [4, 3, 2]
     assert [why for _, why in report.postponed] == [
         "it waits for its upload to memory://remote"
@@ -433,7 +435,7 @@ def test_what_was_deleted_there_on_purpose_is_not_sent_again(local: LocalStore) 
         with opened(Tiered(local, remote), tiny, sinks=(noted,)) as manager:
             manager.resume()
             saved(manager, tiny, *steps)
-        prune(remote, Last(1), emit=Emitter(()))
+        prune_checkpoints(remote, Last(1), emit=Emitter(()))
         assert steps_in(remote) == [steps[-1]]
     assert sorted(event.step or 0 for event in noted.of("uploaded")) == [1, 2, 3, 4]
     assert steps_in(local) == [4, 3, 2, 1]
@@ -467,7 +469,7 @@ def test_an_epoch_is_closed_there_when_all_of_it_was_sent(
             manager.wait()
     assert is_closed(remote, 3)
     folder = Catalog(local).checkpoints()[1].folder  # of step 4; as if it had been unwanted
-    Ledger(local).forget(folder)
+    Ledger(local).remove_note(folder)
     remove_folder(remote, folder)
     with opened(Tiered(local, remote), tiny, sinks=(noted,)) as manager:
         manager.resume()

@@ -46,7 +46,7 @@ def test_what_is_being_sent_stays_until_it_is_there(local: LocalStore) -> None:
         saved(manager, tiny, 1)
         assert slow.reached.wait(60)
         saved(manager, tiny, 2)
-        manager._saver.settle(60)
+        manager._saver.wait_until_idle(60)
         slow.release.set()
         manager.wait()
     assert noted.of("upload_failed") == []
@@ -161,13 +161,13 @@ def test_no_local_copy_goes_while_the_run_resumes_from_it(
         manager.resume()
         saved(manager, tiny, 1, 2)
     manager = unopened(Tiered(local, remote, keep_local=0), tiny, sinks=(noted,))
-    apply = CheckpointApplier._apply
+    apply = CheckpointApplier._apply_candidate
 
     def apply_late(self: CheckpointApplier, candidate: LoadCandidate) -> None:
-        manager._uploads.settle(60)
+        manager._uploads.wait_for_uploads(60)
         apply(self, candidate)
 
-    monkeypatch.setattr(CheckpointApplier, "_apply", apply_late)
+    monkeypatch.setattr(CheckpointApplier, "_apply_candidate", apply_late)
     with manager:
         manager.resume()
         manager.wait()
@@ -205,7 +205,7 @@ def test_gc_after_a_claim_waits_for_a_deletion_under_way(
     replace = files.replace_with
 
     def collect_garbage() -> None:
-        manager._housekeeper.after_claim()
+        manager._housekeeper.remove_unfinished()
         gc_ended_or_waits.set()
 
     def beside_gc(folder_fd: int, source: str, name: str) -> None:
@@ -339,7 +339,7 @@ def test_nobody_waits_for_ever_for_a_queue_whose_reader_hangs(
     saved(manager, tiny, 1)
     manager.wait(60)
     monkeypatch.setattr("holdfast.replication.queue.Catalog", Hanging)
-    reader = threading.Thread(target=manager._uploads.committed, daemon=True)
+    reader = threading.Thread(target=manager._uploads.queue_new_uploads, daemon=True)
     reader.start()
     assert reached.wait(60)
     for call in (lambda: manager.save(2), lambda: manager.wait(0.1)):

@@ -13,7 +13,7 @@ import pytest
 from holdfast import errors
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.verify import verify
 from holdfast.ownership.claim import Choice, claim_run
 from holdfast.ownership.tiered import share_claims
@@ -51,7 +51,9 @@ def sender(local: Store, remote: Store, **options: Any) -> Sender:
 
 
 def send(one: Sender, local: Store, told: Any = lambda cost: None) -> Cost:
-    return one.send(Catalog(local).checkpoints()[0].folder, epoch=1, told=told, unclear=set())
+    return one.upload_checkpoint(
+        Catalog(local).checkpoints()[0].folder, epoch=1, told=told, unclear=set()
+    )
 
 
 def test_what_is_sent_is_counted_and_told(local: LocalStore, remote: Store) -> None:
@@ -160,13 +162,15 @@ def test_gc_leaves_the_register_of_what_a_paused_process_sends(
     slow = sender(local, FaultyStore(remote, [paused]))
     folder = Catalog(local).checkpoints()[0].folder
     with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(slow.send, folder, epoch=2, told=lambda cost: None, unclear=set())
+        late = pool.submit(
+            slow.upload_checkpoint, folder, epoch=2, told=lambda cost: None, unclear=set()
+        )
         assert paused.reached.wait(60)
         if not is_whole:
             remote.delete(f"{folder}/tiny-00000.json")
         choice = Choice(point=None, passed_over=frozenset([folder]))
         claim_run(remote, repeat(choice), takeover=True, emit=Emitter(()))
-        collect(remote, own_epoch=3)
+        collect_garbage(remote, own_epoch=3)
         paused.release.set()
         with pytest.raises(errors.Superseded if is_whole else errors.CommitConflict):
             late.result(60)

@@ -21,7 +21,7 @@ def saved(root: Path, *all_metrics: dict[str, float], **options: Any) -> Resolve
     with new_run().manager(root, **options) as manager:
         for step, metrics in enumerate(all_metrics, start=1):
             manager.save(step, metrics=metrics, wait=True)
-    return lambda which: Catalog(open_store(root)).resolve(which).step
+    return lambda which: Catalog(open_store(root)).find_checkpoint(which).step
 
 
 LOSSES = ({"val/loss": 3.0, "acc": 0.1}, {"val/loss": 1.0, "acc": 0.5}, {"val/loss": 2.0}, {})
@@ -69,9 +69,9 @@ def test_a_part_of_the_state_is_the_best_only_if_no_whole_one_has_the_metric(
     weights = SideSaver("weights", every="1h", components=["model"])
     with new_run().manager(tmp_path, savers=[weights]) as manager:
         manager.save(1, metrics={"loss": 1.0}, components=["model"], wait=True)
-        assert Catalog(manager.store).resolve("best:loss").step == 1
+        assert Catalog(manager.store).find_checkpoint("best:loss").step == 1
         manager.save(2, metrics={"loss": 2.0}, wait=True)
-    assert Catalog(open_store(tmp_path)).resolve("best:loss").step == 2
+    assert Catalog(open_store(tmp_path)).find_checkpoint("best:loss").step == 2
 
 
 def test_what_a_rollback_has_left_behind_is_not_the_best(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_a_resume_decides_on_the_newest_manifest_alone() -> None:
         walks=True,
     )
     claim_run(store, search.choices(), takeover=False, emit=Emitter(()))
-    threads.close()
+    threads.close_pools()
     assert search.candidate is not None
     assert search.candidate.entry.folder == folders[0]
     assert set(store.manifests()) == {folders[0]}
@@ -78,7 +78,7 @@ def test_a_resume_looks_twice_at_each_attempt_that_did_not_commit() -> None:
     )
     search = Search(reader, "latest", walks=True)
     claim_run(noted, search.choices(), takeover=True, emit=Emitter(()))
-    reader.threads.close()
+    reader.threads.close_pools()
     looks = [key.split("/")[0] for op, key in noted.ops if op == "head"]
     assert {folder: looks.count(folder) for folder in left} == dict.fromkeys(left, 2)
 

@@ -16,7 +16,7 @@ from each import each
 from holdfast import errors
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.annotations import annotate
@@ -264,7 +264,7 @@ def second_save_stopped_at(store: LocalStore, at: int) -> BaseException | None:
     error = pending.committed.exception(timeout=60)
     with pytest.raises(errors.Superseded) if error is not None else nullcontext():
         first.close()  # the last save tells it, too
-    assert verify(store, Catalog(store).resolve().folder).ok
+    assert verify(store, Catalog(store).find_checkpoint().folder).ok
     return error
 
 
@@ -371,7 +371,7 @@ def test_a_put_that_arrives_after_everything_else_resurrects_nothing(meanwhile: 
     with suppress(errors.HoldfastError):
         manager.close()
     assert not is_closed(store, 1)
-    collect(store)
+    collect_garbage(store)
     store.arrive()
     for entry in Catalog(store).checkpoints():
         assert verify(store, entry.folder).ok

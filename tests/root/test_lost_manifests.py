@@ -11,7 +11,7 @@ from tests.encryption.test_store import SEALS
 
 from holdfast import errors
 from holdfast.format import layout
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.verify import verify, verify_root
 from holdfast.ownership.annotations import annotate, reject
 from holdfast.ownership.tiered_options import Tiered
@@ -61,7 +61,7 @@ def test_a_folder_that_was_moved_and_linked_is_damaged(tmp_path: Path) -> None:
     (root / folder).symlink_to(disk)
     before = sorted(disk.iterdir())
     with pytest.raises(errors.CorruptData, match=r"symbolic link.*mount --bind"):
-        Catalog(store).resolve("latest")
+        Catalog(store).find_checkpoint("latest")
     recorder = Recorder()
     with opened(store, Tiny(), sinks=(recorder,)) as manager:
         found = manager.resume()
@@ -70,7 +70,7 @@ def test_a_folder_that_was_moved_and_linked_is_damaged(tmp_path: Path) -> None:
         ((name, why),) = found.rejected
         assert name == folder
         assert "symbolic link" in why
-    collect(store)
+    collect_garbage(store)
     assert [name for name, _ in Catalog(store).survey()[1]] == [folder]
     assert sorted(disk.iterdir()) == before
     (root / folder).unlink()
@@ -109,7 +109,7 @@ def test_a_lost_manifest_is_rejected_by_name_and_the_rest_of_it_stays(
     assert "'latest' names it" in rejected[folder]
     assert {info.key for info in store.list(f"{folder}/")} >= before - {f"{folder}/manifest.json"}
     assert gone_on_from(store, **options)[0] == 2
-    assert folder not in dict(collect(store).removed)
+    assert folder not in dict(collect_garbage(store).removed)
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
@@ -125,7 +125,7 @@ def test_where_the_only_one_lost_its_manifest_the_run_is_not_begun_afresh(
             manager.resume()
         with pytest.raises(errors.UsageError, match="holds the checkpoints of a run"):
             saved(manager, Tiny(), 1)
-    report = collect(store, dead_epochs=[1])
+    report = collect_garbage(store, dead_epochs=[1])
     assert folder not in dict(report.removed)
     assert "is missing" in dict(report.failed)[folder]
 
@@ -145,7 +145,7 @@ def test_it_is_damage_for_verify_and_listed() -> None:
     assert listed == folder
     assert isinstance(error, errors.CorruptData)
     with pytest.raises(errors.CorruptData, match="is missing"):
-        Catalog(store).resolve(folder)
+        Catalog(store).find_checkpoint(folder)
     with pytest.raises(errors.CorruptData, match="is missing"):
         load_weights(store, new_run().model, which=folder)
     store.put(f"{folder}/{layout.MANIFEST}", data)
@@ -251,7 +251,7 @@ def test_a_save_that_was_killed_before_its_commit_is_a_leftover_as_ever() -> Non
     assert len(store.keys) <= 4
     step, rejected = gone_on_from(store, takeover=True)
     assert (step, rejected) == (5, {})
-    collect(store, dead_epochs=[6])
+    collect_garbage(store, dead_epochs=[6])
     assert folder not in map(str, Catalog(store).attempts())
 
 

@@ -12,9 +12,9 @@ import pytest
 
 import warm
 from holdfast.events import Emitter
-from holdfast.maintenance.delete import examine, remove
-from holdfast.maintenance.gc import collect
-from holdfast.maintenance.prune import prune
+from holdfast.maintenance.delete import delete_as_planned, examine
+from holdfast.maintenance.gc import collect_garbage
+from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import EveryNth, Last
 from holdfast.root.catalog import Catalog
@@ -178,7 +178,7 @@ def test_what_a_user_keeps_in_a_root_survives_all_that_is_done_there(
         manager.resume()
         run.train()
         manager.save(60).wait()
-    collect(LocalStore(root))
+    collect_garbage(LocalStore(root))
     assert left_of(users, root) == users
     assert [entry.step for entry in Catalog(LocalStore(root)).checkpoints()] == [60]
     assert not [name for name in os.listdir(root) if name.startswith("step-00000050")]
@@ -214,13 +214,13 @@ def do_all_that_deletes(store: Store) -> None:
 
     def take(number: int, *components: str) -> None:
         asked = examine(store, Catalog(store).checkpoints()[number], components)
-        assert remove(store, asked, reason="test", emit=emit) == ""
+        assert delete_as_planned(store, asked, reason="test", emit=emit) == ""
 
     assert len(Catalog(store).checkpoints()) >= 3
     take(1, "scheduler")
     take(-1)
-    prune(store, Last(1), emit=emit)
-    collect(store)
+    prune_checkpoints(store, Last(1), emit=emit)
+    collect_garbage(store)
     assert len(Catalog(store).checkpoints()) == 1
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from typing_extensions import override
 
 from holdfast import CheckpointManager, MemoryStore
-from holdfast.cli.ls import _read
+from holdfast.cli.ls import _read_root_contents
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import ObjectInfo
 
@@ -48,7 +48,7 @@ def listings(num_saves: int) -> tuple[int, int]:
     manager.save(num_saves + 1, wait=True)
     manager.wait()
     after = bucket.listed.total()
-    _read(bucket)
+    _read_root_contents(bucket)
     of_ls = bucket.listed.total() - after
     manager.close()
     return after - before, of_ls
@@ -79,6 +79,6 @@ def test_a_missing_file_and_a_damaged_manifest_are_found() -> None:
     manager.close()
     bucket.delete(f"{newest.folder}/model-00000.safetensors")
     bucket.put(f"{middle.folder}/manifest.json", b"{}")
-    found = _read(bucket)
+    found = _read_root_contents(bucket)
     assert found.missing[newest.folder] == ["model-00000.safetensors"]
     assert [folder for folder, _ in found.unread] == [middle.folder]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from allranks import Member, all_of, on_ranks, save_on
 from holdfast import Tiered, errors
-from holdfast.control.save_requests import ask
+from holdfast.control.save_requests import put_save_request
 from holdfast.events import Event
 from holdfast.policy.triggers import Every, When
 from holdfast.ranks import c10d
@@ -212,7 +212,7 @@ def test_a_maybe_save_that_raised_where_nothing_can_be_due_costs_no_other_rank_a
                 manager.maybe_save(2)
             manager.resume()
             if member.rank == 0:
-                ask(store, reason="look", tags=())
+                put_save_request(store, reason="look", tags=())
             end = time.monotonic() + 60
             for step in range(3, 10_000_000):
                 pending = manager.maybe_save(step)
@@ -238,13 +238,13 @@ def test_ranks_agree_on_a_save_made_again_where_a_later_one_failed_to_begin_on_o
         ) as manager:
             manager.resume()
             assert said_by(manager.maybe_save, 1000) == "committed"
-            start, prepare = manager._saver.start, manager._saver.prepare
-            for step, name in ((2000, "start"), (3000, "prepare")):
+            start, prepare = manager._saver.start_save, manager._saver.prepare_save
+            for step, name in ((2000, "start_save"), (3000, "prepare_save")):
                 if member.rank:
                     setattr(manager._saver, name, fail)
                 place.wait(60)
                 assert "none left" in said_by(manager.maybe_save, step)
-                manager._saver.start, manager._saver.prepare = start, prepare  # type: ignore[method-assign]
+                manager._saver.start_save, manager._saver.prepare_save = start, prepare  # type: ignore[method-assign]
                 place.wait(60)
                 said_by(manager.maybe_save, step + 1)  # the leader asks for the former again
                 place.wait(60)
@@ -331,17 +331,17 @@ def test_an_interrupt_of_a_save_that_has_begun_fails_it_on_no_rank() -> None:
             if member.rank:
                 return manager.save(1).wait().folder
             background = manager._saver._background
-            put = background.put
+            put = background.queue_task
 
             def interrupt(task: Any) -> None:
                 put(task)
                 assert commit.reached.wait(60)
                 raise KeyboardInterrupt
 
-            background.put = interrupt  # type: ignore[method-assign]
+            background.queue_task = interrupt  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 manager.save(1)
-            background.put = put  # type: ignore[method-assign]
+            background.queue_task = put  # type: ignore[method-assign]
             commit.release.set()
             pending = manager._saver.pending
             assert pending is not None

@@ -104,7 +104,7 @@ class Played:
         self, *, store: float, s_per_gb: float = 1.0, nbytes: int = 2 * MIN_NBYTES
     ) -> set[str]:
         """One save; gives the components that it compressed."""
-        self.chooser.begin()
+        self.chooser.discard_samples()
         compressed = set()
         for name, block in self.blocks.items():
             if self.chooser.compression(name) is not None:
@@ -114,7 +114,7 @@ class Played:
                 see = self.chooser.observer(name, [4])
                 if see is not None:
                     see(0, memoryview(block))
-        self.chooser.learn(nbytes, s_per_gb * nbytes / 1e9, store_of(store))
+        self.chooser.record_save(nbytes, s_per_gb * nbytes / 1e9, store_of(store))
         return compressed
 
     @property
@@ -170,7 +170,7 @@ def test_small_saves_tell_nothing() -> None:
 
 def test_samples_are_few_however_large_the_state_is() -> None:
     chooser = Chooser({"model"}, Emitter(()))
-    chooser.begin()
+    chooser.discard_samples()
     block = memoryview(bytes(BLOCK_NBYTES))
     asked = []
     for _ in range(100):
@@ -186,7 +186,7 @@ def test_samples_are_few_however_large_the_state_is() -> None:
 
 def test_only_what_is_auto_is_looked_at() -> None:
     chooser = Chooser({"model"}, Emitter(()))
-    chooser.begin()
+    chooser.discard_samples()
     assert chooser.observer("optimizer", [4]) is None
 
 

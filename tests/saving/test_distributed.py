@@ -19,7 +19,7 @@ from holdfast import (
     errors,
 )
 from holdfast.checkpoints import MIN_BUDGET
-from holdfast.control.save_requests import answer_to, ask
+from holdfast.control.save_requests import answer_to, put_save_request
 from holdfast.errors import SaveFailed, SaveSkipped
 from holdfast.format import index
 from holdfast.format.layout import BLOCK_NBYTES
@@ -359,7 +359,7 @@ def test_a_save_that_failed_and_was_made_up_for_is_not_made_once_more() -> None:
     def work(member: Member) -> list[int]:
         saved = []
         with member.manager(views[member.rank], every=At("10step"), on_failure="warn") as manager:
-            look, asked_again = manager._outside.look, threading.Event()
+            look, asked_again = manager._outside.collect_events, threading.Event()
 
             def watched(*args: Any, **options: Any) -> Any:
                 events, asked = look(*args, **options)
@@ -367,7 +367,7 @@ def test_a_save_that_failed_and_was_made_up_for_is_not_made_once_more() -> None:
                     asked_again.set()
                 return events, asked
 
-            manager._outside.look = watched  # type: ignore[method-assign]
+            manager._outside.collect_events = watched  # type: ignore[method-assign]
             for step in range(1, 1_000_000):
                 wanted = Due("permanent", "again") if step == 11 else None
                 pending = manager.maybe_save(step, wanted=wanted)
@@ -677,11 +677,11 @@ def test_a_request_whose_step_never_came_is_answered() -> None:
             manager.save(1).wait()
             manager.maybe_save(2)
             if member.rank == 0:
-                names.append(ask(store, reason="look", tags=()))
+                names.append(put_save_request(store, reason="look", tags=()))
                 end = time.monotonic() + 60
                 while not manager._outside._held and time.monotonic() < end:
                     # Without the others, so that no call is reached at which all save.
-                    manager._outside.ask(None, is_owner=True)
+                    manager._outside.propose_save(None, is_owner=True)
 
     all_of(on_ranks(2, work))
     answer = answer_to(store, names[0])

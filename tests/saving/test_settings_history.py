@@ -76,7 +76,7 @@ def test_text_that_is_not_unicode_is_saved_escaped_or_refused_by_name() -> None:
             manager.save(2, metrics={"caf\udce9": 1.0})
     from holdfast.root.catalog import Catalog
 
-    entry = Catalog(store).resolve(checkpoint.path.rpartition("/")[2])
+    entry = Catalog(store).find_checkpoint(checkpoint.path.rpartition("/")[2])
     assert entry.manifest.config["data.path"] == r"/caf\udce9"
     assert entry.manifest.unhealthy == (r"caf\udce9",)
 
@@ -150,7 +150,7 @@ def test_only_the_newest_changes_are_carried_along() -> None:
 
     history = SettingsHistory({f"s{n}": n for n in range(99)}, world_size=1)
     history.origins = {"optimizer.param_groups.0.lr": "0.1"}
-    what = history.stand_on(msgspec.structs.replace(manifest, changes=old), MAX_LIVES + 1)
+    what = history.compare_with_base(msgspec.structs.replace(manifest, changes=old), MAX_LIVES + 1)
     assert len(what) == 50
     assert what[-1].endswith("more")
     assert len(history.changes) == MAX_LIVES
@@ -188,6 +188,6 @@ def test_settings_are_merged_once_however_many_there_are() -> None:
     with run.manager(store, config=settings, sinks=()) as manager:
         manager.save(1).wait()
     (entry,) = Catalog(store).checkpoints()
-    changes = Counted({**settings, "layer7": 0}, world_size=1).stand_on(entry.manifest, 2)
+    changes = Counted({**settings, "layer7": 0}, world_size=1).compare_with_base(entry.manifest, 2)
     assert "layer7: 7 → 0" in changes
     assert reads <= 2

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from holdfast import errors
-from holdfast.format.blocks import block_digest, digest_blocks, num_blocks, split
+from holdfast.format.blocks import block_digest, digest_blocks, list_blocks, num_blocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.results import Phase
 from holdfast.saving import write_files as writing
@@ -33,8 +33,8 @@ SIZES = (0, 1, 4097, BLOCK_NBYTES, 2 * BLOCK_NBYTES + 5)
 def pools() -> Iterator[tuple[Workers, Workers]]:
     workers, writers = Workers(2, "hash"), Workers(4, "write")
     yield workers, writers
-    workers.close()
-    writers.close()
+    workers.close_pool()
+    writers.close_pool()
 
 
 def noise(nbytes: int) -> bytes:
@@ -148,7 +148,7 @@ def test_encoded_blocks_lie_one_behind_the_other(
         assert found[file.key].digests == digest_blocks(data)
         blocks = [
             encoding.encode(n, memoryview(data)[start:stop])
-            for n, (start, stop) in enumerate(split(len(data)))
+            for n, (start, stop) in enumerate(list_blocks(len(data)))
         ]
         stored = found[file.key].stored
         if file.encoding is None:

@@ -17,13 +17,13 @@ from holdfast.cli.diff import diff
 from holdfast.cli.forecast import forecast_deletions
 from holdfast.cli.log import log_root
 from holdfast.cli.ls import list_root
-from holdfast.cli.output import number, size
+from holdfast.cli.output import format_nbytes, number
 from holdfast.cli.plot import plot
 from holdfast.cli.resume_plan import plan_of
 from holdfast.cli.show import show
 from holdfast.cli.stats import stats
 from holdfast.cli.target import open_root
-from holdfast.cli.verify import check
+from holdfast.cli.verify import verify_target
 from holdfast.cli.watch import Watcher
 from holdfast.cli.web.pages import thinned
 
@@ -68,7 +68,7 @@ def test_checkpoints_are_those_of_ls(page: Page, run_root: Path) -> None:
     listed: Any = list_root(str(run_root)).document
     shown = rows_of(page.whole("/r/run/checkpoints"), "Checkpoints")
     assert picked(shown, 0, 1, 2, 4) == [
-        (str(one.step), one.folder, when(one.created), size(one.nbytes))
+        (str(one.step), one.folder, when(one.created), format_nbytes(one.nbytes))
         for one in listed.checkpoints
     ]
     metrics = [{n: float(v) for n, v in one.metrics.items()} for one in listed.checkpoints]
@@ -80,14 +80,14 @@ def test_checkpoints_are_those_of_ls(page: Page, run_root: Path) -> None:
 
 @pytest.mark.parametrize("path", ["/r/run", "/"])
 def test_size_and_last_step_are_those_of_watch(page: Page, run_root: Path, path: str) -> None:
-    seen = Watcher(open_root(str(run_root))).look()
+    seen = Watcher(open_root(str(run_root))).observe_root()
     text = text_of(page.whole(path))
     if path == "/":
         assert f"last step {seen.last_step}" in text
-        assert f"checkpoints {len(seen.checkpoints)} size {size(seen.nbytes)}" in text
+        assert f"checkpoints {len(seen.checkpoints)} size {format_nbytes(seen.nbytes)}" in text
     else:
         assert f"step {seen.last_step}, saved" in text
-        assert f"{len(seen.checkpoints)} checkpoints, {size(seen.nbytes)}" in text
+        assert f"{len(seen.checkpoints)} checkpoints, {format_nbytes(seen.nbytes)}" in text
 
 
 def test_lives_saves_and_costs_are_those_of_log(page: Page, run_root: Path) -> None:
@@ -111,7 +111,8 @@ def test_lives_saves_and_costs_are_those_of_log(page: Page, run_root: Path) -> N
     costs = rows_of(page.whole("/r/run/costs"), "Costs of saves")
     known = [save for life in log.lives for save in life.saves if save.cost][::-1]
     assert picked(costs, 1, 7, 8) == [
-        (one.folder, size(one.cost.nbytes), size(one.cost.new_nbytes)) for one in known
+        (one.folder, format_nbytes(one.cost.nbytes), format_nbytes(one.cost.new_nbytes))
+        for one in known
     ]
     for row, save in zip(costs, known, strict=True):
         cost = save.cost
@@ -126,12 +127,14 @@ def test_what_is_to_come_is_that_of_forecast_and_resume_plan(page: Page, run_roo
     found: Any = forecast_deletions(str(run_root), keep="last:2").document
     text = page.whole("/r/run/retention?keep=last:2")
     assert picked(rows_of(text, "Coming saves"), 0, 1, 4) == [
-        (str(save.save), str(save.step), size(save.nbytes) if save.nbytes else "")
+        (str(save.save), str(save.step), format_nbytes(save.nbytes) if save.nbytes else "")
         for save in found.saves
     ]
     found = forecast_deletions(str(run_root), keep="all").document
     shown = rows_of(page.whole("/r/run/retention?keep=all"), "Checkpoints that stay")
-    assert shown == [[str(one.step), one.folder, size(one.nbytes), one.why] for one in found.kept]
+    assert shown == [
+        [str(one.step), one.folder, format_nbytes(one.nbytes), one.why] for one in found.kept
+    ]
     plan: Any = plan_of(str(run_root), verify=False).document
     shown = rows_of(page.whole("/r/run/resume"), "Candidates")
     assert picked(shown, 0, 1, 2, 3) == [
@@ -161,9 +164,9 @@ def test_a_checkpoint_and_its_tensors_are_those_of_show(page: Page, run_root: Pa
     newest = folders(run_root)[0]
     found: Any = show(f"{run_root}@{newest}", tensors=True).document
     text, one = page.whole(f"/r/run/c/{newest}"), found.checkpoint
-    assert f"{size(one.nbytes)} in {len(one.files)} files" in text_of(text)
+    assert f"{format_nbytes(one.nbytes)} in {len(one.files)} files" in text_of(text)
     assert picked(rows_of(text, "Components"), 0, 2, 3) == [
-        (name, str(part["num_tensors"]), size(part["nbytes"]))
+        (name, str(part["num_tensors"]), format_nbytes(part["nbytes"]))
         for name, part in one.components.items()
     ]
     assert picked(rows_of(text, "Files"), 0, 1, 2) == [
@@ -183,9 +186,11 @@ def test_a_checkpoint_and_its_tensors_are_those_of_show(page: Page, run_root: Pa
 
 def test_what_work_found_is_what_its_command_finds(page: Page, run_root: Path) -> None:
     newest, *_, oldest = folders(run_root)
-    verified: Any = check(str(run_root)).document
+    verified: Any = verify_target(str(run_root)).document
     shown = rows_of(page.done(page.post("/r/run/verify")), "Verified checkpoints")
-    assert shown == [[str(o.step), o.folder, size(o.nbytes), "ok"] for o in verified.checkpoints]
+    assert shown == [
+        [str(o.step), o.folder, format_nbytes(o.nbytes), "ok"] for o in verified.checkpoints
+    ]
     target = f"{run_root}@{newest}"
     computed: Any = stats(target, components=["model"], tensors=[]).document
     shown = rows_of(

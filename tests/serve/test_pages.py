@@ -20,7 +20,7 @@ from holdfast.cli import watch
 from holdfast.cli.target import NAMED, KeySources
 from holdfast.cli.watch import Watcher
 from holdfast.cli.web import checkpoints, jobs, runs
-from holdfast.cli.web.rendering import MAX_TEXT, _shown
+from holdfast.cli.web.rendering import MAX_TEXT, _escape_text
 from holdfast.errors import StoreError
 from holdfast.keys import Encryption, from_file
 from holdfast.root.catalog import Catalog
@@ -269,7 +269,7 @@ def test_work_that_is_stopped_ends(run_root: Path, monkeypatch: pytest.MonkeyPat
             while True:
                 progress("one", 1, 2)
 
-    monkeypatch.setattr(checkpoints, "check", endless)
+    monkeypatch.setattr(checkpoints, "verify_target", endless)
     with serving([run_root]) as page:
         begun = page.post("/r/run/verify").headers["location"]
         assert page.post("/r/run/verify").headers["location"] == begun  # the same work, once
@@ -288,14 +288,14 @@ def hung(
     run_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Page, threading.Event]]:
     """A server of a run, and of a copy of it whose verification hangs until the event is set."""
-    dead, answers, check = tmp_path / "dead", threading.Event(), checkpoints.check
+    dead, answers, check = tmp_path / "dead", threading.Event(), checkpoints.verify_target
     shutil.copytree(run_root, dead, symlinks=True)
 
     def hanging(target: str) -> Any:
         assert not target.startswith(str(dead)) or answers.wait(WAIT_S)
         return check(target)
 
-    monkeypatch.setattr(checkpoints, "check", hanging)
+    monkeypatch.setattr(checkpoints, "verify_target", hanging)
     monkeypatch.setattr(jobs, "_END_S", 0.0)
     with serving([dead, run_root]) as page:
         yield page, answers
@@ -439,7 +439,9 @@ def test_a_root_that_takes_long_to_read_is_not_read_at_each_change(
     from holdfast.cli.web import routes
 
     made: list[Any] = []
-    monkeypatch.setattr(routes, "named", lambda roots: made.append(runs.named(roots)) or made[0])
+    monkeypatch.setattr(
+        routes, "make_runs", lambda roots: made.append(runs.make_runs(roots)) or made[0]
+    )
     monkeypatch.setattr(runs, "SHARE", 1e-6)
     with serving([run_root]) as page:
         page.whole("/r/run/checkpoints")
@@ -532,23 +534,23 @@ def test_a_look_of_watch_lists_the_root_once(monkeypatch: pytest.MonkeyPatch) ->
     with new_run().manager(store, preflight=False) as manager:
         manager.save(1).wait()
     watcher = Watcher(store)
-    watcher.look()
+    watcher.observe_root()
     listed: list[str] = []
     children = store.children
     monkeypatch.setattr(
         store, "children", lambda prefix="": (listed.append(prefix), children(prefix))[1]
     )
-    assert watcher.look().last_step == 1
+    assert watcher.observe_root().last_step == 1
     assert listed.count("") == 1
 
 
 def test_text_without_end_is_cut(page: Page) -> None:
-    assert _shown("x" * 20_000) == "x" * MAX_TEXT + "… (10,000 more)"
-    assert _shown("x" * MAX_TEXT) == "x" * MAX_TEXT
+    assert _escape_text("x" * 20_000) == "x" * MAX_TEXT + "… (10,000 more)"
+    assert _escape_text("x" * MAX_TEXT) == "x" * MAX_TEXT
 
 
 def test_many_runs_have_few_threads_each() -> None:
-    found = runs.named([f"/{number}" for number in range(1000)])
+    found = runs.make_runs([f"/{number}" for number in range(1000)])
     assert {run._readers._num_threads for run in found.values()} == {1}
 
 

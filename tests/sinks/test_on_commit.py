@@ -19,7 +19,7 @@ import pytest
 import warm
 from distributed.run import run_ranks
 from holdfast import Checkpoint, CheckpointManager, Checkpoints, MemoryStore, OnCommit
-from holdfast.control.on_commit import CommandFailed, run
+from holdfast.control.on_commit import CommandFailed, run_command
 from holdfast.errors import UsageError
 from holdfast.format.manifest import manifest_digest
 from holdfast.root.catalog import Catalog
@@ -131,13 +131,13 @@ def test_a_command_that_hangs_is_killed_with_what_it_has_started(
 
 def test_a_signal_that_ended_a_command_is_named() -> None:
     with pytest.raises(CommandFailed, match="ended by SIGTERM"):
-        run(["sh", "-c", "kill -TERM $$"], 60)
+        run_command(["sh", "-c", "kill -TERM $$"], 60)
 
 
 def test_a_process_that_a_command_leaves_running_is_not_waited_for(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    run(["sh", "-c", "sleep 1000 & echo $!"], 60)
+    run_command(["sh", "-c", "sleep 1000 & echo $!"], 60)
     psutil.Process(int(capfd.readouterr().out)).kill()
 
 

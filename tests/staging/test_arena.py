@@ -20,7 +20,7 @@ def views(*tensors: Place, tells_sizes: bool) -> list[torch.Tensor]:
     specs = [TensorSpec(f"t{i}", dtype, shape) for i, (dtype, shape, _) in enumerate(tensors)]
     nbytes = np.array([spec.nbytes for spec in specs], np.int64)
     starts = [start for *_, start in tensors]
-    return arena.tensors(specs, starts, nbytes if tells_sizes else None)
+    return arena.make_tensor_views(specs, starts, nbytes if tells_sizes else None)
 
 
 @pytest.mark.parametrize("tells_sizes", [False, True])

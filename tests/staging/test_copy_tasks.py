@@ -52,7 +52,7 @@ def test_each_copy_is_made_once_by_several_threads(tensors: dict[str, torch.Tens
     for thread in threads:
         thread.join(60)
     for number in range(len(image.digests)):
-        copying.wait(image, number, timeout_s=1)
+        copying.wait_for_block(image, number, timeout_s=1)
     for spec, view in zip(image.file.specs, image.views, strict=True):
         assert torch.equal(view, tensors[spec.key])
 
@@ -61,7 +61,7 @@ def test_a_block_is_not_staged_before_anybody_has_copied(tensors: dict[str, torc
     image = image_of(tensors)
     copying = ImageTransfer([], sources(image, tensors))
     with pytest.raises(DeadlineExceeded, match="staging block 0"):
-        copying.wait(image, 0, timeout_s=0.001)
+        copying.wait_for_block(image, 0, timeout_s=0.001)
 
 
 class Held:
@@ -98,16 +98,16 @@ def test_memory_that_is_copied_from_by_address_stays_until_nobody_copies_from_it
     capturer.capture()
     captured = capturer.capture()
     assert (captured.components["tree"].addresses is not None) == is_known
-    staged = stager.prepare(captured)
-    staged.transfer.fail(MemoryError("test"))
+    staged = stager.prepare_staging(captured)
+    staged.transfer.cancel_copying(MemoryError("test"))
     with pytest.raises(MemoryError):
-        staged.transfer.copy(workers, 1, timeout_s=60)
+        staged.transfer.run_copies(workers, 1, timeout_s=60)
     assert memory_held(staged) == {tree["a"].data_ptr()}
-    staged = stager.prepare(capturer.capture())
+    staged = stager.prepare_staging(capturer.capture())
     assert memory_held(staged) == {tree["a"].data_ptr()}
-    staged.transfer.copy(workers, 1, timeout_s=60)
+    staged.transfer.run_copies(workers, 1, timeout_s=60)
     assert memory_held(staged) == set()
-    workers.close()
+    workers.close_pool()
 
 
 def test_who_waits_for_a_block_is_woken_when_that_is_staged(
@@ -119,7 +119,7 @@ def test_who_waits_for_a_block_is_woken_when_that_is_staged(
     copying, woken = ImageTransfer([], held), [threading.Event() for _ in range(2)]
 
     def wait(number: int) -> None:
-        copying.wait(image, number, timeout_s=60)
+        copying.wait_for_block(image, number, timeout_s=60)
         woken[number].set()
 
     threads = [threading.Thread(target=wait, args=(number,)) for number in range(2)]
@@ -169,9 +169,9 @@ def test_small_tensors_are_copied_from_their_addresses(
     capturer, stager, workers = Capturer({"tree": tree}), Stager(), Workers(1, "test")
     for _ in range(3):
         captured = capturer.capture()
-        staged = stager.prepare(captured, overlapped={"tree": later})
+        staged = stager.prepare_staging(captured, overlapped={"tree": later})
         assert isinstance(staged.transfer, ImageTransfer)
-        staged.transfer.copy(workers, 1, timeout_s=60)
+        staged.transfer.run_copies(workers, 1, timeout_s=60)
         there = {
             spec.key: view
             for known in staged.files["tree"]
@@ -187,7 +187,7 @@ def test_small_tensors_are_copied_from_their_addresses(
             tree[name].add_(1)
         tree["flags"].logical_not_()
     assert captured.components["tree"].addresses is not None
-    workers.close()
+    workers.close_pool()
 
 
 def test_a_tensor_without_elements_lies_behind_the_last_block(tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ def test_the_memory_of_a_structure_is_given_back_before_that_of_another_is_taken
     tree = {"a": torch.rand(LARGE_NBYTES // 4)}
     capturer, stager = Capturer({"tree": tree}), Stager(memory_budget=budget)
     for _ in range(2):
-        staged = stager.prepare(capturer.capture())
+        staged = stager.prepare_staging(capturer.capture())
     images = [weakref.ref(known) for known in staged.files["tree"]]
     del staged
     tree["b"] = torch.rand(4 * LARGE_NBYTES)
-    stager.prepare(capturer.capture())
+    stager.prepare_staging(capturer.capture())
     assert [image() for image in images] == [None]

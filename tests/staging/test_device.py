@@ -53,9 +53,9 @@ def test_blocks_are_there_when_the_copy_has_arrived() -> None:
     image, copy = new_image(), device_copy()
     copying = ImageTransfer([], [Arrival(image, [0], copy)])
     with pytest.raises(DeadlineExceeded):
-        copying.wait(image, 0, 0.01)
+        copying.wait_for_block(image, 0, 0.01)
     copying.run_later()
-    copying.wait(image, 0, 0.01)
+    copying.wait_for_block(image, 0, 0.01)
     assert copy.done()
 
 
@@ -65,7 +65,7 @@ def test_who_waits_for_blocks_gets_the_error_of_the_copy() -> None:
     with pytest.raises(RuntimeError, match="device lost"):
         copying.run_now(1.0)
     with pytest.raises(RuntimeError, match="device lost"):
-        copying.wait(image, 0, 0.01)
+        copying.wait_for_block(image, 0, 0.01)
 
 
 class Runtime:

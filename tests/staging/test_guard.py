@@ -27,9 +27,9 @@ HOOKS: dict[int, Any] = torch_optimizer._global_optimizer_pre_hooks
 def step_guard() -> Iterator[StepGuard]:
     """A guard that watches, and gives up soon."""
     made = StepGuard(timeout_s=0.01)
-    made.watch()
+    made.register_hook()
     yield made
-    made.close()
+    made.remove_hook()
 
 
 def weights(number: int = 3) -> list[nn.Parameter]:
@@ -71,8 +71,8 @@ def overlapped(
             next(turns).run_later()
 
     made = Overlapped(guarded, Several(), step=7, places=places)
-    made.start(workers, len(copies))
-    workers.close()
+    made.start_copying(workers, len(copies))
+    workers.close_pool()
     return made
 
 
@@ -104,10 +104,10 @@ def test_a_call_of_fence_waits_too(step_guard: StepGuard) -> None:
     copy = overlapped(weights(), held)
     step_guard.hold_for(copy)
     with pytest.raises(DeadlineExceeded, match=r"fence\(\) waits"):
-        step_guard.wait()
+        step_guard.wait_before_change()
     held.gate.set()
     assert ended(copy) is None
-    step_guard.wait()
+    step_guard.wait_before_change()
 
 
 def test_every_thread_of_the_copy_has_to_end_also_after_an_error(step_guard: StepGuard) -> None:
@@ -116,10 +116,10 @@ def test_every_thread_of_the_copy_has_to_end_also_after_an_error(step_guard: Ste
     step_guard.hold_for(copy)
     failing.gate.set()
     with pytest.raises(DeadlineExceeded):
-        step_guard.wait()
+        step_guard.wait_before_change()
     held.gate.set()
     assert isinstance(ended(copy), MemoryError)
-    step_guard.wait()
+    step_guard.wait_before_change()
 
 
 def test_a_copy_that_is_given_up_before_anybody_began_is_not_begun_later() -> None:
@@ -133,13 +133,13 @@ def test_a_copy_that_is_given_up_before_anybody_began_is_not_begun_later() -> No
             made.append(1)
 
     copy = Overlapped(guard({}, []), Counted(), step=7)
-    (beside,) = copy.start(workers, 2, (workers, lambda: "beside"))
-    copy.fail(MemoryError("no memory"))
+    (beside,) = copy.start_copying(workers, 2, (workers, lambda: "beside"))
+    copy.cancel_copy(MemoryError("no memory"))
     release.set()
     assert isinstance(ended(copy), MemoryError)
     assert beside.result(60) == "beside"
     assert made == []
-    workers.close()
+    workers.close_pool()
 
 
 def test_a_step_after_the_copy_is_no_change(step_guard: StepGuard) -> None:
@@ -222,7 +222,7 @@ def test_several_threads_pass_once_the_copy_is_done() -> None:
     step_guard = StepGuard(timeout_s=60.0)
     parameters, held = weights(8), Held()
     copy = overlapped(parameters, held)
-    step_guard.watch()
+    step_guard.register_hook()
     step_guard.hold_for(copy)
     waiting = [threading.Semaphore(0) for _ in parameters]
 
@@ -241,7 +241,7 @@ def test_several_threads_pass_once_the_copy_is_done() -> None:
     held.gate.set()
     for thread in threads:
         thread.join()
-    step_guard.close()
+    step_guard.remove_hook()
     assert ended(copy) is None
     assert [parameter[0].item() for parameter in parameters] == [float(i - 1) for i in range(8)]
 
@@ -250,10 +250,10 @@ def test_a_closed_or_forgotten_guard_leaves_no_hook() -> None:
     before = set(HOOKS)
     closed, forgotten = StepGuard(timeout_s=1.0), StepGuard(timeout_s=1.0)
     for step_guard in (closed, forgotten):
-        step_guard.watch()
-        step_guard.watch()
+        step_guard.register_hook()
+        step_guard.register_hook()
     assert len(HOOKS) == len(before) + 2
-    closed.close()
+    closed.remove_hook()
     del step_guard, forgotten
     gc.collect()
     assert set(HOOKS) == before
@@ -264,14 +264,14 @@ def test_a_guard_that_is_closed_during_a_copy_still_holds() -> None:
     before, step_guard = set(HOOKS), StepGuard(timeout_s=0.01)
     parameters, held = weights(), Held()
     copy = overlapped(parameters, held)
-    step_guard.watch()
+    step_guard.register_hook()
     step_guard.hold_for(copy)
-    step_guard.close()
+    step_guard.remove_hook()
     with pytest.raises(DeadlineExceeded):
         torch.optim.SGD(parameters, lr=1.0).step()
     held.gate.set()
     assert ended(copy) is None
-    step_guard.close()
+    step_guard.remove_hook()
     assert set(HOOKS) == before
 
 

@@ -55,7 +55,11 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     """A closed gate; every tensor of some bytes counts as large."""
-    made, run_later, wait = Gate(), in_memory.ImageTransfer.run_later, guard.StepGuard.wait
+    made, run_later, wait = (
+        Gate(),
+        in_memory.ImageTransfer.run_later,
+        guard.StepGuard.wait_before_change,
+    )
 
     def held(self: in_memory.ImageTransfer) -> None:
         made.go_through()
@@ -67,7 +71,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
         wait(self, who)
 
     monkeypatch.setattr(in_memory.ImageTransfer, "run_later", held)
-    monkeypatch.setattr(guard.StepGuard, "wait", noted)
+    monkeypatch.setattr(guard.StepGuard, "wait_before_change", noted)
     monkeypatch.setattr(image, "LARGE_NBYTES", 64)
     monkeypatch.setattr("holdfast.staging.overlap.LARGE_NBYTES", 64)
     yield made
@@ -532,7 +536,7 @@ def test_whoever_waits_for_a_save_that_cannot_begin_hears_why(
     with CheckpointManager(tmp_path, state, overlap=overlap, on_failure="warn") as manager:
         with monkeypatch.context() as breaking:
             if broken == "copy":
-                breaking.setattr(ImageTransfer, "copy", refuse)
+                breaking.setattr(ImageTransfer, "run_copies", refuse)
             else:
                 breaking.setattr(threading.Thread, "start", all_but("holdfast-save-0"))
             with pytest.raises((OSError, RuntimeError), match=r"no space|no thread"):
@@ -834,7 +838,7 @@ def test_what_was_captured_is_freed_before_any_thread_is_woken(
     overlap are held by their copy."""
     captured: list[weakref.ref[Tensor]] = []
     freed: list[bool] = []
-    real = CheckpointManager._capture, saver_module.Saver.start
+    real = CheckpointManager._capture, saver_module.Saver.start_save
 
     def capture(manager: CheckpointManager, *args: Any) -> Any:
         found = real[0](manager, *args)
@@ -846,7 +850,7 @@ def test_what_was_captured_is_freed_before_any_thread_is_woken(
         return real[1](saver, *args)
 
     monkeypatch.setattr(CheckpointManager, "_capture", capture)
-    monkeypatch.setattr(saver_module.Saver, "start", start)
+    monkeypatch.setattr(saver_module.Saver, "start_save", start)
     model = nn.BatchNorm1d(512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer}

@@ -27,7 +27,7 @@ def test_what_did_not_change_goes_apart() -> None:
     groups = grouping(base=BIG, lora=10)
     groups.observe({"lora"})
     assert groups.has_moved
-    assert groups.settle() == {"base"}
+    assert groups.finish_layout() == {"base"}
     assert not groups.has_moved
 
 
@@ -36,7 +36,7 @@ def test_a_component_of_which_nothing_changes_stays_as_it_is() -> None:
     groups.observe(())
     assert not groups.has_moved
     groups.observe({"other"})
-    assert groups.settle() == {"base"}
+    assert groups.finish_layout() == {"base"}
     groups.observe(())
     assert not groups.has_moved
 
@@ -53,16 +53,16 @@ def test_little_is_not_worth_a_file_of_its_own() -> None:
 def test_what_changes_after_all_comes_back_and_waits_twice_as_long_each_time() -> None:
     groups = grouping(base=BIG, odd=BIG, lora=10)
     groups.observe({"lora"})
-    assert groups.settle() == {"base", "odd"}
+    assert groups.finish_layout() == {"base", "odd"}
     waits = []
     for _ in range(8):
         groups.observe({"lora", "odd"})
-        assert groups.settle() == {"base"}
+        assert groups.finish_layout() == {"base"}
         count = 0
         while "odd" not in groups.apart:
             groups.observe({"lora"})
             count += 1
-        groups.settle()
+        groups.finish_layout()
         waits.append(count)
     assert waits == [2, 4, 8, 16, 32, 64, 64, 64]
 
@@ -97,6 +97,6 @@ def test_no_thread_hashes_any_more_when_a_block_did_not_come() -> None:
     transfer = cast(StagingTransfer, SimpleNamespace(content=lambda _: content))
     staged = Staged(files={"m": (known,)}, trees={}, kinds={}, transfer=transfer)
     with pytest.raises(DeadlineExceeded, match="block 1"):
-        staged.digest(known, workers, 60)
+        staged.compute_digests(known, workers, 60)
     assert content.num_hashing == 0
-    workers.close()
+    workers.close_pool()

@@ -176,12 +176,12 @@ def test_who_leaves_a_save_before_its_last_wave_gets_no_torn_checkpoint(
 
     with CheckpointManager(store, {"s": state}, memory_budget=BUDGET, preflight=False) as manager:
         with monkeypatch.context() as patched:
-            patched.setattr(WaveTransfer, "copy", leave)
+            patched.setattr(WaveTransfer, "run_copies", leave)
             with pytest.raises(error):
                 manager.save(1)
         state["x"].fill_(1)
         hangs.release.set()
-        manager._saver.settle(60)
+        manager._saver.wait_until_idle(60)
         assert manager.list() == ()
         manager.save(2).wait()
         assert [checkpoint.step for checkpoint in manager.list()] == [2]
@@ -218,7 +218,7 @@ def test_a_save_that_failed_has_ended_also_when_memory_is_short(
         with pytest.raises(SaveFailed):
             pending.wait()
         with monkeypatch.context() as patched:
-            patched.setattr(pool, "take", no_memory)
+            patched.setattr(pool, "allocate_pages", no_memory)
             with pytest.raises(OutOfMemory):
                 manager.save(2)
         manager.save(3).wait()

@@ -43,7 +43,7 @@ class Image:
     def load(self, state: Mapping[str, Any], **options: Any) -> Prepared:
         """Apply to live objects; only the needed tensors are handed over, as views."""
         prepared = self.prepare(state, **options)
-        prepared.apply(
+        prepared.apply_values(
             {
                 name: {key: as_view(self.tensors[name][key]) for key in keys}
                 for name, keys in prepared.needed.items()

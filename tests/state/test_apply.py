@@ -133,7 +133,7 @@ def test_foreign_objects_come_after_all_leaves_in_their_order() -> None:
     prepared = saved.prepare(state)
     prepared.ready(saved.tensors)
     log.clear()
-    prepared.apply(saved.tensors)
+    prepared.apply_values(saved.tensors)
     assert log == ["b 5", "a"]
 
 
@@ -202,9 +202,9 @@ def test_a_prepared_load_is_applied_once() -> None:
     state = {"data": {"x": torch.ones(2)}}
     saved = image(state)
     prepared = saved.prepare(state)
-    prepared.apply(saved.tensors)
+    prepared.apply_values(saved.tensors)
     with pytest.raises(UsageError, match="already applied"):
-        prepared.apply(saved.tensors)
+        prepared.apply_values(saved.tensors)
 
 
 def test_only_the_needed_tensors_are_asked_for() -> None:

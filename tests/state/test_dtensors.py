@@ -156,7 +156,7 @@ def test_a_dtensor_of_a_tree_is_filled_in_place() -> None:
     local = local_of(live["data"]["w"])
     prepared = prepared_for(live, {"data": {"w": ROWS.whole}})
     assert prepared.shards["data"]["w"].local_shape == (2, 3)
-    prepared.apply({"data": {"w": torch.full((2, 3), 7)}})
+    prepared.apply_values({"data": {"w": torch.full((2, 3), 7)}})
     assert local_of(live["data"]["w"]) is local
     assert local.eq(7).all()
 
@@ -205,7 +205,7 @@ def group() -> Iterator[None]:
 def test_an_object_gets_dtensors_for_its_own() -> None:
     live = Average(part(ROWS, 1))
     prepared = prepared_for({"ema": live}, {"ema": Average(ROWS.whole)})
-    prepared.apply({"ema": {"weight": torch.full((2, 3), 7)}})
+    prepared.apply_values({"ema": {"weight": torch.full((2, 3), 7)}})
     assert isinstance(live.weight, DTensor)
     assert live.weight.shape == (5, 3)
     assert live.weight.placements == (Shard(0),)
@@ -219,7 +219,7 @@ def test_a_tree_that_holds_a_modules_dtensor_gets_one_of_its_own() -> None:
     before = local_of(model.w).clone()
     stored = stored_of({"model": model, "best": {"w": ROWS.whole}})
     prepared = prepare(live, {"best": stored["best"]}, where="x", components=["best"])
-    prepared.apply({"best": {"w": torch.full((3, 3), 7)}})
+    prepared.apply_values({"best": {"w": torch.full((3, 3), 7)}})
     assert torch.equal(local_of(model.w), before)
     assert isinstance(live["best"]["w"], DTensor)
     assert local_of(live["best"]["w"]).eq(7).all()
@@ -241,7 +241,7 @@ def test_slots_beside_a_dtensor_without_dimensions_are_dtensors_and_its_step_is_
     prepared = prepared_for(live, {"model": saved[0], "optimizer": saved[1]})
     assert [*prepared.shards["optimizer"]] == ["scale.exp_avg"]
     slots = {"scale.step": torch.tensor(4.0), "scale.exp_avg": torch.tensor(5.0)}
-    prepared.apply({"model": {"scale": torch.tensor(3.0)}, "optimizer": slots})
+    prepared.apply_values({"model": {"scale": torch.tensor(3.0)}, "optimizer": slots})
     held = optimizer.state[model.scale]
     assert type(held["step"]) is Tensor
     assert isinstance(held["exp_avg"], DTensor)
@@ -299,7 +299,9 @@ def test_the_parameters_of_fsdp2_are_filled_in_place() -> None:
     model = fully_sharded(5)
     locals_ = {name: local_of(one) for name, one in model.named_parameters()}
     prepared = prepared_for({"model": model}, {"model": fully_sharded(5)})
-    prepared.apply({"model": {name: torch.full_like(one, 7) for name, one in locals_.items()}})
+    prepared.apply_values(
+        {"model": {name: torch.full_like(one, 7) for name, one in locals_.items()}}
+    )
     for name, one in model.named_parameters():
         assert local_of(one) is locals_[name]
         assert one._local_tensor.eq(7).all()

@@ -52,7 +52,7 @@ def load(saved: Image, live: dict[str, Any], edit: Edit, **options: Any) -> Prep
         read=lambda name: {key: as_view(value) for key, value in saved.tensors[name].items()},
     )
     prepared = prepare(live, found.components, where="step-1", **options)
-    prepared.apply(
+    prepared.apply_values(
         {
             name: {key: found.tensors[name].get(key, saved.tensors[name].get(key)) for key in keys}
             for name, keys in prepared.needed.items()

@@ -340,13 +340,13 @@ def test_a_node_that_does_not_fit_its_tensor_is_refused(
     live = {"data": {"a": tensor} if has_live else {}}
     load = prepare(live, {"data": stored}, where="x", components=["data"])
     with pytest.raises(FormatError, match=why):
-        load.apply({"data": {"a": values}})
+        load.apply_values({"data": {"a": values}})
     assert not tensor.any()
 
 
 def test_a_live_tensor_on_another_device_is_copied_into_and_that_is_said() -> None:
     class Elsewhere(Placement):
-        def device(self, ref: TensorRef) -> torch.device:
+        def choose_device(self, ref: TensorRef) -> torch.device:
             return torch.device("meta")
 
     claims, live = Claims(), torch.zeros(2)

@@ -18,7 +18,7 @@ from holdfast.format.nodes import GeneratorState
 from holdfast.format.objects import document
 from holdfast.state import generators
 from holdfast.state.capture.capture import capture
-from holdfast.state.capture.lacking import describe
+from holdfast.state.capture.lacking import describe_parameters
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import StoredComponent, kind_of
 from holdfast.state.leaves import identity
@@ -240,7 +240,7 @@ def test_a_numpy_that_cannot_take_a_seed_sequence_says_so(monkeypatch: pytest.Mo
 )
 def test_a_seed_sequence_that_cannot_be_is_refused(change: dict[str, Any]) -> None:
     live = np.random.default_rng(1)
-    kind, members = generators.read(live)
+    kind, members = generators.read_generator_state(live)
     node = GeneratorState(kind, {**members, "seed_seq": {**members["seed_seq"], **change}})
     document(node)
     assert "seed_seq" in str(generators.misfit(live, node, {}))
@@ -248,7 +248,7 @@ def test_a_seed_sequence_that_cannot_be_is_refused(change: dict[str, Any]) -> No
 
 def test_a_seed_sequence_that_is_too_large_to_mix_at_each_load_is_left_out() -> None:
     large = np.random.default_rng(np.random.SeedSequence(1, pool_size=1000))
-    assert generators.read(large)[1].keys() == {"state"}
+    assert generators.read_generator_state(large)[1].keys() == {"state"}
 
 
 def test_many_views_of_one_storage_cost_one_look_up_each() -> None:
@@ -256,8 +256,8 @@ def test_many_views_of_one_storage_cost_one_look_up_each() -> None:
     flat = torch.zeros(600)
     views = [flat[i : i + 1] for i in range(600)]
     leaves = Leaves(component="data")
-    refs = [leaves.add(view, str(i)) for i, view in enumerate(views)]
-    assert [leaves.add(view, "again") for view in views] == refs
+    refs = [leaves.add_tensor(view, str(i)) for i, view in enumerate(views)]
+    assert [leaves.add_tensor(view, "again") for view in views] == refs
     assert list(leaves._refs) == [identity(view) for view in views]
 
 
@@ -331,7 +331,7 @@ def test_parameters_of_no_component_are_named() -> None:
     optimizer = optim.SGD([*model.parameters(), *free], lr=0.1)
     unheld = capture({"model": model, "optimizer": optimizer}).look_for_unheld()
     assert [*unheld["optimizer"].values()] == free
-    shown = describe(unheld)
+    shown = describe_parameters(unheld)
     assert shown.startswith("optimizer: group0.param2 [1], optimizer: group0.param3 [1], ")
     assert shown.endswith(" and 1 more")
     known = optim.SGD(model.parameters(), lr=0.1)

@@ -31,10 +31,10 @@ def put_together(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
         has_choice=np.ones(len(paths), bool),
     )
     tables = [
-        BoxTable.of(number, shapes, [rank[path][1] for path in paths])
+        BoxTable.from_boxes(number, shapes, [rank[path][1] for path in paths])
         for number, rank in enumerate(ranks)
     ]
-    boxes = BoxTable.join(tables)
+    boxes = BoxTable.concatenate(tables)
     wholes = [torch.full(shape, torch.nan) for shape in shapes]
     for row in plan_writes(leaves, boxes, np.zeros(len(ranks), int)).row:
         leaf = boxes.leaf[row]

@@ -42,7 +42,9 @@ def leaf_table(
 
 
 def box_table(shapes: Sequence[tuple[int, ...]], ranks: Sequence[Rank]) -> BoxTable:
-    return BoxTable.join([BoxTable.of(rank, shapes, held) for rank, held in enumerate(ranks)])
+    return BoxTable.concatenate(
+        [BoxTable.from_boxes(rank, shapes, held) for rank, held in enumerate(ranks)]
+    )
 
 
 @pytest.fixture(autouse=True)

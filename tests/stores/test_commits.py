@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.errors import CommitConflict, OutcomeUnknown, StoreError, TransientStoreError
-from holdfast.maintenance.gc import collect
+from holdfast.maintenance.gc import collect_garbage
 from holdfast.root import commit as commit_module
 from holdfast.store import open_store
 from holdfast.store.base import Buffer, Store
@@ -94,7 +94,7 @@ def check_commits(
         assert oracle.broken == []
         assert (oracle.refused, oracle.unknown) == ([], [])
         assert len(oracle.acknowledged) == num
-        collect(oracle.direct)
+        collect_garbage(oracle.direct)
     assert counts.total() - counts["requests"] >= 0.5 * rate * counts["requests"]
     assert broken_uploads(service, root) == []
 
@@ -185,7 +185,7 @@ def lose(rule: Rule, service: Service, root: str, monkeypatch: pytest.MonkeyPatc
         oracle.check_end(num_elements)
         assert fresh.reached.is_set()
     assert oracle.broken == []
-    collect(oracle.direct)
+    collect_garbage(oracle.direct)
     assert broken_uploads(service, root) == []
     return oracle
 

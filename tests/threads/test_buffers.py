@@ -6,7 +6,7 @@ import mmap
 import os
 from collections.abc import Callable
 
-from holdfast.threads.buffers import Buffers, take
+from holdfast.threads.buffers import Buffers, allocate_pages
 
 NBYTES = 4 << 20
 
@@ -25,7 +25,7 @@ def in_a_child(job: Callable[[], bool]) -> bool:
 
 def test_a_forked_child_has_it_empty_and_its_own() -> None:
     """Nothing is copied for a child, and the parent does not see what it writes."""
-    memory = take(NBYTES)
+    memory = allocate_pages(NBYTES)
     memory[:] = b"p" * NBYTES
 
     def job() -> bool:
@@ -39,7 +39,7 @@ def test_a_forked_child_has_it_empty_and_its_own() -> None:
 
 def test_a_child_that_lets_go_of_what_it_inherited_keeps_its_own() -> None:
     """Its new memory is not where the parent's was."""
-    inherited = [take(NBYTES) for _ in range(8)]
+    inherited = [allocate_pages(NBYTES) for _ in range(8)]
 
     def job() -> bool:
         own = [mmap.mmap(-1, NBYTES) for _ in range(8)]
@@ -53,8 +53,8 @@ def test_a_child_that_lets_go_of_what_it_inherited_keeps_its_own() -> None:
 
 def test_buffers_are_used_again_unless_they_are_too_small() -> None:
     buffers = Buffers()
-    small = buffers.take(4096)
-    buffers.give_back(small)
-    assert buffers.take(1000) is small
-    buffers.give_back(small)
-    assert buffers.take(8192).nbytes == 8192
+    small = buffers.acquire_buffer(4096)
+    buffers.release_buffer(small)
+    assert buffers.acquire_buffer(1000) is small
+    buffers.release_buffer(small)
+    assert buffers.acquire_buffer(8192).nbytes == 8192

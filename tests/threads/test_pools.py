@@ -18,7 +18,7 @@ from holdfast.threads.pools import NUM_AHEAD, Threads, Use
 def threads() -> Iterator[Threads]:
     made = Threads()
     yield made
-    made.close()
+    made.close_pools()
 
 
 def name_of_thread() -> str:
@@ -54,14 +54,14 @@ def test_a_future_has_what_the_use_gives_or_why_there_is_none(threads: Threads) 
     def fail() -> int:
         raise errors.CorruptData("wrong")
 
-    assert threads.submit(lambda: lambda: 5).result(timeout=60) == 5
+    assert threads.submit_read(lambda: lambda: 5).result(timeout=60) == 5
     for read in (lambda: fail, fail):
-        failed = threads.submit(read)  # type: ignore[arg-type,return-value]
+        failed = threads.submit_read(read)  # type: ignore[arg-type,return-value]
         with pytest.raises(errors.CorruptData, match="wrong"):
             failed.result(timeout=60)
-    threads.close()
+    threads.close_pools()
     with pytest.raises(errors.ManagerUnusable):
-        threads.submit(lambda: lambda: 5)
+        threads.submit_read(lambda: lambda: 5)
 
 
 def test_so_many_are_read_and_not_used_and_no_more(threads: Threads) -> None:
@@ -163,7 +163,7 @@ def test_what_was_read_is_used_although_the_threads_were_closed_meanwhile() -> N
     threads, users = Threads(), []
 
     def read() -> Use:
-        threads.close()
+        threads.close_pools()
         return lambda: users.append(name_of_thread())
 
     read_all(threads, read)

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from holdfast import errors
-from holdfast.threads.workers import Background, Workers, gather, hand_over, num_threads
+from holdfast.threads.workers import Background, Workers, gather_results, hand_over, num_threads
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,9 @@ def test_the_first_error_is_raised_and_nothing_runs_afterwards() -> None:
 
     jobs = [workers.submit(fail)] + [workers.submit(lambda: ran.append(1)) for _ in range(20)]
     with pytest.raises(ZeroDivisionError):
-        gather(jobs, timeout_s=30, what="jobs")
+        gather_results(jobs, timeout_s=30, what="jobs")
     assert all(job.done() for job in jobs)
-    workers.close()
+    workers.close_pool()
 
 
 def test_a_deadline_names_what_was_waited_for() -> None:
@@ -61,20 +61,20 @@ def test_a_deadline_names_what_was_waited_for() -> None:
     workers, release = Workers(1, "test"), threading.Event()
     jobs = [workers.submit(lambda: release.wait(60)) for _ in range(3)]
     with pytest.raises(errors.DeadlineExceeded, match="reading x"):
-        gather(jobs, timeout_s=0.05, what="reading x")
+        gather_results(jobs, timeout_s=0.05, what="reading x")
     release.set()
-    workers.close()
+    workers.close_pool()
 
 
 def test_what_is_queued_is_done_after_close_and_nothing_more_is_taken() -> None:
     """Invariant 9: a future that nobody works at would be waited for to its deadline."""
     workers, release = Workers(2, "test"), threading.Event()
     jobs = [workers.submit(lambda: release.wait(60)) for _ in range(3)]
-    workers.close()
+    workers.close_pool()
     with pytest.raises(errors.ManagerUnusable, match="test"):
         workers.submit(release.set)
     release.set()
-    assert gather(jobs, timeout_s=60, what="jobs") == [True] * 3
+    assert gather_results(jobs, timeout_s=60, what="jobs") == [True] * 3
 
 
 def test_work_is_taken_while_the_interpreter_exits() -> None:
@@ -102,11 +102,11 @@ def test_jobs_are_handed_over_to_several_workers_at_once() -> None:
         return name_of_thread()
 
     jobs = hand_over((first, met), (first, met), (second, met))
-    names = gather(jobs, timeout_s=60, what="jobs")
+    names = gather_results(jobs, timeout_s=60, what="jobs")
     assert {*names[:2]} == {"first-0", "first-1"}
     assert names[2] == "second-0"
-    first.close()
-    second.close()
+    first.close_pool()
+    second.close_pool()
 
 
 def test_what_was_handed_over_is_done_when_workers_close_before_they_were_woken() -> None:
@@ -117,22 +117,22 @@ def test_what_was_handed_over_is_done_when_workers_close_before_they_were_woken(
     jobs = hand_over(
         (first, partial(done.append, 1)), (first, partial(done.append, 2)), (second, name_of_thread)
     )
-    second.close()
-    first.close()
+    second.close_pool()
+    first.close_pool()
     release.set()
-    assert gather(jobs, timeout_s=60, what="jobs") == [None, None, "first-0"]
+    assert gather_results(jobs, timeout_s=60, what="jobs") == [None, None, "first-0"]
     assert done == [1, 2]
 
 
 def test_nothing_is_handed_over_when_one_of_the_workers_was_closed() -> None:
     """Invariant 9."""
     first, second = Workers(1, "first"), Workers(1, "second")
-    second.close()
+    second.close_pool()
     ran: list[int] = []
     with pytest.raises(errors.ManagerUnusable, match="second"):
         hand_over((first, partial(ran.append, 1)), (second, partial(ran.append, 2)))
     first.submit(bool).result(60)
-    first.close()
+    first.close_pool()
     assert ran == []
 
 
@@ -148,7 +148,7 @@ def test_an_error_or_a_cancelled_job_does_not_keep_the_others_from_being_done() 
     release.set()
     assert last.result(60) is False
     assert isinstance(failing.exception(60), ZeroDivisionError)
-    workers.close()
+    workers.close_pool()
 
 
 def make_scarce(left: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_threads_that_could_be_started_end_although_others_could_not(
     assert workers.submit(bool).result(60) is False
     started = [one for one in threading.enumerate() if one.name.startswith("scarce")]
     assert len(started) == 3
-    workers.close()
+    workers.close_pool()
     for thread in started:
         thread.join(60)
         assert not thread.is_alive()
@@ -200,9 +200,9 @@ def test_they_grow_by_one_for_a_job_and_not_where_no_more_are_to_be_had(
         workers.grow()
         started = [one for one in threading.enumerate() if one.name.startswith("grown")]
         assert len(started) == num_running
-    workers.put(done.set)
+    workers.queue_task(done.set)
     assert done.wait(60)
-    workers.close()
+    workers.close_pool()
     for thread in started:
         thread.join(60)
         assert not thread.is_alive()
@@ -216,7 +216,7 @@ def test_a_pause_ends_with_the_signal_to_stop() -> None:
     job = background.submit(lambda: background.sleep(600))
     assert background.stop([job], timeout_s=60)
     assert job.result() is True
-    background.end()
+    background.stop_jobs()
 
 
 def test_work_goes_on_after_the_signal_was_withdrawn() -> None:
@@ -225,14 +225,14 @@ def test_work_goes_on_after_the_signal_was_withdrawn() -> None:
     assert background.is_stopping
     background.proceed()
     assert background.submit(lambda: background.sleep(0)).result(60) is False
-    background.end()
+    background.stop_jobs()
 
 
 def test_a_job_that_hangs_is_reported_at_the_deadline() -> None:
     """Invariant 9."""
     background, release = Background("test"), threading.Event()
     job = background.submit(lambda: release.wait(60))
-    assert not background.end([job], timeout_s=0.01)
+    assert not background.stop_jobs([job], timeout_s=0.01)
     release.set()
     assert job.result(60)
 
@@ -240,6 +240,6 @@ def test_a_job_that_hangs_is_reported_at_the_deadline() -> None:
 def test_queued_jobs_are_done_after_the_end_and_no_more_are_taken() -> None:
     background = Background("test")
     jobs = [background.submit(lambda: 1) for _ in range(3)]
-    assert background.end(jobs, timeout_s=60)
+    assert background.stop_jobs(jobs, timeout_s=60)
     with pytest.raises(errors.ManagerUnusable):
         background.submit(lambda: 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.maintenance.recorded_costs import gather
+from holdfast.maintenance.recorded_costs import read_recorded_costs
 from holdfast.policy.auto import Auto
 from holdfast.policy.savers import SavePolicy
 from holdfast.store.memory import MemoryStore
@@ -34,7 +34,7 @@ def test_a_trainer_takes_it_and_tells_it_what_saves_cost(every: str | Auto | Sav
     make(store, every=every, callbacks=[again]).fit(6)
     assert again.auto is not None
     assert again.auto.plan is not None
-    facts = gather(store)
+    facts = read_recorded_costs(store)
     assert len(facts.saves) >= 2
     fresh = Auto(mtbf=again.auto.mtbf)
     fresh.learn(facts.history)

@@ -61,7 +61,7 @@ def test_buffers_are_averaged_if_they_can_be_and_copied_if_not() -> None:
     average = Average(live, 0.5)
     live.running_mean.fill_(4.0)  # type: ignore[union-attr]
     live.num_batches_tracked.fill_(7)  # type: ignore[union-attr]
-    average.follow(live)
+    average.update_average(live)
     assert average.model.running_mean.tolist() == [2.0, 2.0]  # type: ignore[union-attr, operator]
     assert average.model.num_batches_tracked.item() == 7  # type: ignore[union-attr, operator]
 
@@ -164,5 +164,5 @@ def test_shared_buffers_stay_shared() -> None:
         part.register_buffer("table", model[0].weight.detach() if part is model[0] else None)
     model[1].table = model[0].table
     average = Average(model, 0.5)
-    average.follow(model)
+    average.update_average(model)
     assert average.model[0].table is average.model[1].table  # type: ignore[index, union-attr]

@@ -22,7 +22,7 @@ from train.small import Noisy, make
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Copies beside training are made when somebody waits for them, and not before."""
     opened = threading.Event()
-    run_later, wait = in_memory.ImageTransfer.run_later, guard.StepGuard.wait
+    run_later, wait = in_memory.ImageTransfer.run_later, guard.StepGuard.wait_before_change
 
     def copy_late(self: in_memory.ImageTransfer) -> None:
         assert opened.wait(60)
@@ -35,7 +35,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
         opened.clear()
 
     monkeypatch.setattr(in_memory.ImageTransfer, "run_later", copy_late)
-    monkeypatch.setattr(guard.StepGuard, "wait", wait_and_open)
+    monkeypatch.setattr(guard.StepGuard, "wait_before_change", wait_and_open)
     monkeypatch.setattr(image, "LARGE_NBYTES", 4)
     monkeypatch.setattr("holdfast.staging.overlap.LARGE_NBYTES", 4)
     return opened

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.bridges.naming import left_out, numbered
+from holdfast.bridges.naming import left_out, name_components
 from holdfast.bridges.parts import is_leader, needs_library
 from holdfast.errors import UsageError
 
@@ -50,13 +50,15 @@ def state(accelerator: Accelerator, *, data: Any = None, **others: Any) -> dict[
         UsageError: nothing was prepared; a name is taken; the version of accelerate, or its way
             of running, is not supported.
     """
-    _check(accelerator)
+    _check_accelerator(accelerator)
     found: dict[str, Any] = {
-        **numbered("model", accelerator._models),
-        **numbered("optimizer", accelerator._optimizers),
+        **name_components("model", accelerator._models),
+        **name_components("optimizer", accelerator._optimizers),
         # Inside of a wrapper whose state it is; a scheduler of torch is checked before a load.
-        **numbered("scheduler", [getattr(n, "scheduler", n) for n in accelerator._schedulers]),
-        **numbered("custom", accelerator._custom_objects),
+        **name_components(
+            "scheduler", [getattr(n, "scheduler", n) for n in accelerator._schedulers]
+        ),
+        **name_components("custom", accelerator._custom_objects),
         "trainer": _Window(accelerator),
     }
     if accelerator.scaler is not None:
@@ -69,7 +71,7 @@ def state(accelerator: Accelerator, *, data: Any = None, **others: Any) -> dict[
     return {**found, **others}
 
 
-def _check(accelerator: Accelerator) -> None:
+def _check_accelerator(accelerator: Accelerator) -> None:
     missing = [name for name in _PREPARED if not hasattr(accelerator, name)]
     if missing:
         raise UsageError(

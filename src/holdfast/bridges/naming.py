@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def numbered(name: str, values: Sequence[Any]) -> dict[str, Any]:
+def name_components(name: str, values: Sequence[Any]) -> dict[str, Any]:
     """Name several components of a kind: `optimizer`, `optimizer1`, …
 
-    >>> numbered("optimizer", ["a", "b"])
+    >>> name_components("optimizer", ["a", "b"])
     {'optimizer': 'a', 'optimizer1': 'b'}
     """
     return {f"{name}{number or ''}": value for number, value in enumerate(values)}

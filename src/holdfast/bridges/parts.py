@@ -63,7 +63,7 @@ def only_leader(agree: Agree, what: str, work: Callable[[], T]) -> T | None:
         try:
             found = work()
         except Exception as raised:  # noqa: BLE001 - raised when the other ranks know
-            error, why = raised, RankFailure.of(raised, phase=what).reason
+            error, why = raised, RankFailure.from_error(raised, phase=what).reason
     why = agree(why)
     if error is not None:
         raise error
@@ -135,12 +135,12 @@ class Generators:
         known = generators.global_generators()
         devices = [one for found in known["devices"].values() for one in found]
         live = [known["python"], known["numpy"], known["torch"], *devices]
-        self._states = [(one, generators.read(one)[1]) for one in live]
+        self._states = [(one, generators.read_generator_state(one)[1]) for one in live]
 
-    def put_back(self) -> None:
+    def restore_states(self) -> None:
         """Set the generators to these states."""
         for generator, state in self._states:
-            generators.write(generator, state)
+            generators.write_generator_state(generator, state)
 
 
 def rewind(loaders: Iterable[Any], emit: Emitter | None = None) -> bool:

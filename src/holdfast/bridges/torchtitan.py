@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.bridges.naming import left_out, numbered
+from holdfast.bridges.naming import left_out, name_components
 from holdfast.bridges.parts import is_leader, needs_library, say_start, taking_over
 from holdfast.checkpoints import Checkpoints
 from holdfast.control.stop import Stop
@@ -83,7 +83,7 @@ class HoldfastManager(BaseCheckpointManager):
         if not self.enable:
             return
         _check_version(states)
-        _refuse(config, model_parts)
+        _check_settings(config, model_parts)
         self._is_load_only = config.load_only
         self._saves_first = config.enable_first_step_checkpoint
         self._counters = _Counters(states[_OF_THEIR_TRAINER])
@@ -97,8 +97,8 @@ class HoldfastManager(BaseCheckpointManager):
             self._checkpoints,
             {
                 "model": model_parts[0],
-                **numbered("optimizer", list(optimizers)),
-                **numbered("scheduler", list(lr_schedulers)),
+                **name_components("optimizer", list(optimizers)),
+                **name_components("scheduler", list(lr_schedulers)),
                 **({} if dataloader is None else {"data": data}),
                 TRAINER: self._counters,
                 **others,
@@ -204,7 +204,7 @@ def _check_version(states: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse(config: Any, model_parts: list[Any]) -> None:
+def _check_settings(config: Any, model_parts: list[Any]) -> None:
     """Raise `UsageError` for settings that would be ignored."""
     reasons = {
         "initial_load_path": (config.initial_load_path, "load the weights into the model first"),

@@ -69,8 +69,10 @@ class BridgeValidations:
             manager.expect_metrics()
         if self._best and resumed is not None:
             what = "reading the metrics of earlier checkpoints"
-            known = only_leader(agree, what, lambda: _known(checkpoints, resumed.step))
-            self._best.begin(known or {})  # the leader decides for all
+            known = only_leader(
+                agree, what, lambda: _read_earlier_metrics(checkpoints, resumed.step)
+            )
+            self._best.set_known_metrics(known or {})  # the leader decides for all
 
     @property
     def are_watched(self) -> bool:
@@ -85,7 +87,7 @@ class BridgeValidations:
         self._was_within |= step is None
         if step is not None:
             before = self._metrics if step == self._step else {}
-            self._step, self._metrics = step, {**before, **self._best.of(metrics)}
+            self._step, self._metrics = step, {**before, **self._best.select_metrics(metrics)}
 
     def maybe_save(
         self,
@@ -100,7 +102,7 @@ class BridgeValidations:
         happened, dues = [*events], [] if wanted is None else [wanted]
         if self.was_at(step):
             happened.append("evaluation")
-            dues += self._due(step)
+            dues += self._find_due_saves(step)
         pending = self._manager.maybe_save(
             step, metrics=metrics, event=happened, wanted=together(dues), **counters
         )
@@ -116,7 +118,7 @@ class BridgeValidations:
         """Whether a validation was at this step or within it, and no call of `maybe_save` since."""
         return self._was_within or self._step == step
 
-    def _due(self, step: int) -> list[Due]:
+    def _find_due_saves(self, step: int) -> list[Due]:
         if not self._best or step != self._step:
             return []
         self._forget_unhealthy()
@@ -128,10 +130,10 @@ class BridgeValidations:
         self._begun = [pending for pending in self._begun if pending not in ended]
         for pending in ended:
             if pending.failure() is not None or pending.committed.result().unhealthy:
-                self._best.failed(pending.step)
+                self._best.forget_save(pending.step)
 
 
-def _known(checkpoints: Checkpoints, step: int) -> dict[int, Mapping[str, float]]:
+def _read_earlier_metrics(checkpoints: Checkpoints, step: int) -> dict[int, Mapping[str, float]]:
     assert checkpoints.root is not None, "a bridge needs a root"
     catalog = catalog_of(checkpoints.root, Emitter(()), checkpoints.encrypt)
     return metrics_by_step(catalog.lineage_entries(opens_all=False), step)

@@ -5,6 +5,6 @@ from __future__ import annotations
 
 def main() -> None:
     """Run the command line and exit with its exit code."""
-    from holdfast.cli.app import run
+    from holdfast.cli.app import run_command_line
 
-    run()
+    run_command_line()

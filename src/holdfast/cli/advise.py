@@ -8,7 +8,7 @@ from holdfast.cli.answers.history import Advise
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint
-from holdfast.maintenance.recorded_costs import gather
+from holdfast.maintenance.recorded_costs import read_recorded_costs
 from holdfast.policy.auto import Auto
 from holdfast.policy.clock import Time, Unit
 
@@ -17,7 +17,7 @@ def advise_root(root: str, *, mtbf: str | None, overhead: float) -> Answer:
     """Compute the interval that `every="auto"` would use for the run in `root`."""
     auto = Auto(mtbf=mtbf, overhead=overhead)
     store = open_root(root)
-    facts = gather(store)
+    facts = read_recorded_costs(store)
     plan = auto.decide(facts.history)
     if plan is None:
         raise NoCheckpoint(

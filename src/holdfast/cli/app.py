@@ -21,20 +21,20 @@ from holdfast.errors import HoldfastError, UsageError
 from holdfast.version import __version__
 
 
-def run() -> NoReturn:
+def run_command_line() -> NoReturn:
     """Run the command line of this process and exit."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by >&- in a shell
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the whole process
     try:
-        code = _run()
+        code = _run_command()
     except BrokenPipeError:
         discard_output()
         code = Code.BROKEN_PIPE
     sys.exit(code)
 
 
-def _run() -> int:
+def _run_command() -> int:
     try:
         return int(app.main(prog_name="holdfast", standalone_mode=False) or 0)
     except SystemExit as end:
@@ -201,9 +201,9 @@ def verify(target: str, seen: str | None, stored_only: bool) -> Answer:
     All damage is listed with file, block and tensors; nothing is changed. A training may continue
     in the meantime. For an encrypted checkpoint without a key, the encrypted bytes are compared.
     """
-    from holdfast.cli.verify import check
+    from holdfast.cli.verify import verify_target
 
-    return check(target, seen=seen, decode=not stored_only)
+    return verify_target(target, seen=seen, decode=not stored_only)
 
 
 @_answering(options.root, options.dry_run, options.dead_epochs, options.damaged, options.yes)

@@ -15,8 +15,8 @@ from holdfast.cli.output import Answer
 from holdfast.cli.sources import items_of, open_read, split_name
 from holdfast.errors import UsageError
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
-from holdfast.interop.comparing.pairs import described
-from holdfast.interop.comparing.trees import shown
+from holdfast.interop.comparing.pairs import describe_spec
+from holdfast.interop.comparing.trees import format_value
 from holdfast.interop.lazy import LazyTensor
 from holdfast.interop.source import Source, SourceComponent
 
@@ -63,15 +63,15 @@ def show_value(text: str, name: str, rows: str | None) -> Answer:
         name=f"{component}:{path}",
         dtype=tensor.dtype,
         shape=tensor.shape,
-        value=_listed(values),
+        value=_convert_array(values),
     )
-    shape = described(msgspec.structs.replace(part.specs[node.key], shape=tensor.shape))
+    shape = describe_spec(msgspec.structs.replace(part.specs[node.key], shape=tensor.shape))
     drawn = np.array2string(values, threshold=MAX_NUMBERS + 1, max_line_width=100)
     return Answer(document=answer, parts=[f"{component}:{path}  {shape}", drawn])
 
 
 def _of_value(source: Source, part: SourceComponent, name: str, node: Any) -> Answer:
-    value = _plain(part, node)
+    value = _convert_node(part, node)
     answer = CatAnswer(source=source.url, name=name, dtype=None, shape=None, value=value)
     is_container = isinstance(node, Mapping | list | tuple | GeneratorState)
     if is_container:
@@ -87,7 +87,7 @@ def _find(source: Source, component: str, path: str) -> Any:
     if path:
         found = _candidates(node, path)
         if not found:
-            near = _names(node, path)
+            near = _describe_names(node, path)
             raise UsageError(f"{source.url}: {component!r} has no {path!r}; {near}")
         if len(found) > 1:
             raise UsageError(f"{source.url}: {component!r} has {len(found)} values at {path!r}")
@@ -107,11 +107,11 @@ def _candidates(node: Any, path: str) -> list[Any]:
     return found
 
 
-def _names(node: Any, path: str) -> str:
+def _describe_names(node: Any, path: str) -> str:
     """Say which names there are, as far as the path leads."""
     for name, inner in items_of(node):
         if path.startswith(f"{name}."):
-            return _names(inner, path[len(name) + 1 :])
+            return _describe_names(inner, path[len(name) + 1 :])
     names = [name for name, _ in items_of(node)]
     more = f" and {len(names) - 10} more" if len(names) > 10 else ""
     return f"there are {', '.join(map(repr, names[:10])) or 'no values'}{more}"
@@ -135,19 +135,19 @@ def _sliced(tensor: LazyTensor, rows: str | None) -> LazyTensor:
         raise UsageError(f"--slice={rows!r}: there are {tensor.shape[0]} rows") from None
 
 
-def _listed(values: Any) -> Any:
+def _convert_array(values: Any) -> Any:
     if values.dtype.kind == "c":
         values = np.stack([values.real, values.imag], axis=-1)
     return values.tolist()
 
 
-def _plain(part: SourceComponent, node: Any) -> Any:
+def _convert_node(part: SourceComponent, node: Any) -> Any:
     if isinstance(node, TensorRef | ArrayRef):
-        return described(part.specs[node.key])
+        return describe_spec(part.specs[node.key])
     if isinstance(node, list | tuple):
-        return [_plain(part, inner) for inner in node]
+        return [_convert_node(part, inner) for inner in node]
     if isinstance(node, Mapping | GeneratorState):
-        return {name: _plain(part, inner) for name, inner in items_of(node)}
+        return {name: _convert_node(part, inner) for name, inner in items_of(node)}
     if isinstance(node, bool | int | float | str) or node is None:
         return node
-    return shown(node) if not isinstance(node, bytes) else repr(node)
+    return format_value(node) if not isinstance(node, bytes) else repr(node)

@@ -61,7 +61,7 @@ def limited(*arguments: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
             if not foreign or not _has_limits():
                 return function(**given)
             if VARIABLE not in os.environ:
-                click.get_current_context().exit(_run(foreign))
+                click.get_current_context().exit(_run_in_child(foreign))
             _limit()
             try:
                 return function(**given)
@@ -125,7 +125,7 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _run(foreign: list[str]) -> int:
+def _run_in_child(foreign: list[str]) -> int:
     """Run this command line in a child, with our streams; return its exit code."""
     command = [sys.executable, "-c", _PROGRAM, *sys.argv[1:]]
     sys.stdout.flush()

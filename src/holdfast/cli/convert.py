@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from holdfast.cli.child import is_foreign
-from holdfast.cli.output import Answer, TextTable, progress_bar, size
+from holdfast.cli.output import Answer, TextTable, format_nbytes, progress_bar
 from holdfast.cli.sources import open_named
-from holdfast.cli.target import named_keys, open_target, opened, read_entry
+from holdfast.cli.target import named_keys, open_root_store, open_target, read_entry
 from holdfast.errors import UsageError
 from holdfast.events import url_without_secrets
 from holdfast.interop.source import LeftOut, expect_no_loss
@@ -132,13 +132,13 @@ def bring_in(
         )
         at = step_of(plan, step)
         if dry_run:
-            return _answer(plan, source, root=root, folder=None, step=at)
-        opened(root)
+            return _build_import_answer(plan, source, root=root, folder=None, step=at)
+        open_root_store(root)
         with progress_bar() as report:
             made = commit_import(
                 plan, root, step=at, label=label, encrypt=named_keys(), report=report
             )
-        return _answer(plan, source, root=made.root, folder=made.folder, step=at)
+        return _build_import_answer(plan, source, root=made.root, folder=made.folder, step=at)
 
 
 def _import_dcp(
@@ -149,7 +149,7 @@ def _import_dcp(
 
     if step is None:
         raise UsageError(f"{folder}: a folder of DCP has no step; give one: --step N")
-    store = opened(root)
+    store = open_root_store(root)
     made = import_folder(folder, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
     manifest = read_entry(store, made.folder).manifest
     document = ImportAnswer(
@@ -167,7 +167,8 @@ def _import_dcp(
         dry_run=False,
     )
     return Answer(
-        document=document, parts=[f"{made.folder}: {size(made.nbytes)} from {folder} (dcp)"]
+        document=document,
+        parts=[f"{made.folder}: {format_nbytes(made.nbytes)} from {folder} (dcp)"],
     )
 
 
@@ -180,7 +181,9 @@ def _names_in(path: Path | None) -> list[str]:
         raise UsageError(f"--parameters {path}: cannot be read: {error}") from error
 
 
-def _answer(plan: ImportPlan, source: str, *, root: str, folder: str | None, step: int) -> Answer:
+def _build_import_answer(
+    plan: ImportPlan, source: str, *, root: str, folder: str | None, step: int
+) -> Answer:
     components = [
         Component(name=name, kind=one.kind, num_tensors=len(one.specs), nbytes=one.nbytes)
         for name, one in plan.taken.items()
@@ -197,10 +200,11 @@ def _answer(plan: ImportPlan, source: str, *, root: str, folder: str | None, ste
         dry_run=folder is None,
     )
     done = f"{folder}: " if folder else f"would be step {step} of {root}: "
-    first = f"{done}{size(plan.nbytes)} from {url_without_secrets(source)} ({plan.source.format})"
+    origin = f"{url_without_secrets(source)} ({plan.source.format})"
+    first = f"{done}{format_nbytes(plan.nbytes)} from {origin}"
     return Answer(
         document=document,
-        parts=[first, table(components), *plan.notes, *lines_left_out(plan.left_out)],
+        parts=[first, format_components(components), *plan.notes, *lines_left_out(plan.left_out)],
     )
 
 
@@ -248,7 +252,7 @@ def take_out(
     with open_named(target) as source, progress_bar() as report:
         export = Export(source, options, report)
         if not dry_run:
-            export.write(out)
+            export.write_files(out)
         plan = export.plan
         is_one_file = to == "safetensors" and not (shard_size or dry_run)
         document = ExportAnswer(
@@ -264,7 +268,7 @@ def take_out(
     return Answer(
         document=document,
         parts=[
-            f"{output}: {'would be ' if dry_run else ''}{size(plan.nbytes)} from {target}",
+            f"{output}: {'would be ' if dry_run else ''}{format_nbytes(plan.nbytes)} from {target}",
             *([_file_table(document.files)] if len(document.files) > 1 else []),
             *plan.notes,
             *lines_left_out(plan.left_out),
@@ -316,7 +320,9 @@ def _export_dcp(target: str, out: Path, *, unsafe_pickle: bool) -> Answer:
         notes=[],
         dry_run=False,
     )
-    return Answer(document=document, parts=[f"{out}: {size(made.nbytes)} from {made.folder}"])
+    return Answer(
+        document=document, parts=[f"{out}: {format_nbytes(made.nbytes)} from {made.folder}"]
+    )
 
 
 def _export_file_to_dcp(target: str, out: Path, *, allow_loss: bool) -> Answer:
@@ -340,7 +346,7 @@ def _export_file_to_dcp(target: str, out: Path, *, allow_loss: bool) -> Answer:
             dry_run=False,
         )
     nbytes = sum(file.nbytes for file in files)
-    first = f"{out}: {size(nbytes)} from {target}"
+    first = f"{out}: {format_nbytes(nbytes)} from {target}"
     return Answer(document=document, parts=[first, *notes, *lines_left_out(document.left_out)])
 
 
@@ -366,16 +372,19 @@ def nbytes_of(text: str) -> int:
 def _file_table(files: Sequence[OutputFile]) -> TextTable:
     return TextTable(
         columns=("file", "size"),
-        rows=[(file.name, size(file.nbytes)) for file in files],
+        rows=[(file.name, format_nbytes(file.nbytes)) for file in files],
         right=frozenset({1}),
     )
 
 
-def table(components: Sequence[Component]) -> TextTable:
+def format_components(components: Sequence[Component]) -> TextTable:
     """Format what is converted, for people."""
     return TextTable(
         columns=("component", "kind", "tensors", "size"),
-        rows=[(one.name, one.kind, str(one.num_tensors), size(one.nbytes)) for one in components],
+        rows=[
+            (one.name, one.kind, str(one.num_tensors), format_nbytes(one.nbytes))
+            for one in components
+        ],
         right=frozenset({2, 3}),
     )
 

@@ -23,7 +23,7 @@ def costs_of(
 
     Nothing is read but small records; `linked` looks at the length of each file.
     """
-    notes = Ledger(store).notes()
+    notes = Ledger(store).read_notes()
     shared = _linked_nbytes(bare(store), entries) if linked else {}
     return {
         entry.folder: _cost(entry, notes.get(entry.folder), shared.get(entry.folder))

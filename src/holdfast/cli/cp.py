@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.cli.output import Answer, Code, TextTable, emitter, progress_bar, size
-from holdfast.cli.target import open_root, open_target, opened, unlocked
+from holdfast.cli.output import Answer, Code, TextTable, emitter, format_nbytes, progress_bar
+from holdfast.cli.target import open_root, open_root_store, open_target, unlocked
 from holdfast.errors import CorruptData, HoldfastError, NoCheckpoint, SealError, UsageError
 from holdfast.events import Emitter
-from holdfast.replication.copy_checkpoints import Copied, PlannedCopy, copy, plan
+from holdfast.replication.copy_checkpoints import Copied, PlannedCopy, copy_checkpoints, plan_copies
 from holdfast.root.address import expect_writable, split_folder, split_source
 from holdfast.root.catalog import Catalog, is_root
 from holdfast.store.base import Store
@@ -56,7 +56,7 @@ def copy_all(sources: Sequence[str], to: str, *, whole: bool, dry_run: bool) -> 
     done: list[CopiedCheckpoint] = []
     found = _sources(sources, done, whole=whole)
     plans = [
-        (store, _plan(store, target, folders, done if whole else None))
+        (store, _plan_root_copy(store, target, folders, done if whole else None))
         for store, folders in _grouped(found, target)
     ]
     warnings: list[str] = []
@@ -66,7 +66,7 @@ def copy_all(sources: Sequence[str], to: str, *, whole: bool, dry_run: bool) -> 
             done += [_to_copy(store, item) for item in planned]
         elif not _copied(store, target, planned, done, emit):
             break
-    return _answer(target, done, warnings, dry_run=dry_run)
+    return _build_copy_answer(target, done, warnings, dry_run=dry_run)
 
 
 def _open_target_root(to: str) -> Store:
@@ -74,7 +74,7 @@ def _open_target_root(to: str) -> Store:
     root, which = split_source(to)
     if which is not None or split_folder(root)[1]:
         raise UsageError(f"{to!r} names a checkpoint; the last argument is the root to copy to")
-    store = unlocked(opened(root))
+    store = unlocked(open_root_store(root))
     names = store.children()
     if names and not is_root(store):
         raise UsageError(
@@ -150,18 +150,18 @@ def _grouped(found: Sequence[tuple[Store, str]], target: Store) -> list[tuple[St
     return [*groups.values()]
 
 
-def _plan(
+def _plan_root_copy(
     store: Store, target: Store, folders: Sequence[str], left: list[CopiedCheckpoint] | None
 ) -> tuple[PlannedCopy, ...]:
     """Plan the copy of one root; add to `left` what was deleted, or differs in the target."""
     if left is None:
-        return plan(store, target, folders)
+        return plan_copies(store, target, folders)
 
     def pass_over(folder: str, error: HoldfastError) -> None:
         outcome = "left out" if isinstance(error, NoCheckpoint) else "failed"
         left.append(_left(store, folder, None, outcome, str(error)))
 
-    return plan(store, target, folders, passed_over=pass_over)
+    return plan_copies(store, target, folders, passed_over=pass_over)
 
 
 def _copied(
@@ -180,8 +180,8 @@ def _copied(
         while planned:
             before = len(done)
             try:
-                for item in copy(store, target, planned, emit=emit, told=told):
-                    done.append(_document(store, item))
+                for item in copy_checkpoints(store, target, planned, emit=emit, told=told):
+                    done.append(_describe_copy(store, item))
                 return True
             except HoldfastError as error:
                 failed, *rest = planned[len(done) - before :] or (None,)
@@ -196,7 +196,7 @@ def _copied(
     return True
 
 
-def _document(store: Store, item: Copied) -> CopiedCheckpoint:
+def _describe_copy(store: Store, item: Copied) -> CopiedCheckpoint:
     return CopiedCheckpoint(
         source=store.url,
         folder=item.folder,
@@ -212,7 +212,7 @@ def _to_copy(store: Store, item: PlannedCopy) -> CopiedCheckpoint:
     return CopiedCheckpoint(
         source=store.url,
         folder=item.folder,
-        step=item.step,
+        step=item.completed_steps,
         nbytes=item.nbytes,
         sent_nbytes=item.missing_nbytes,
         outcome="already there" if item.was_there else "to copy",
@@ -220,7 +220,7 @@ def _to_copy(store: Store, item: PlannedCopy) -> CopiedCheckpoint:
     )
 
 
-def _answer(
+def _build_copy_answer(
     target: Store, done: Sequence[CopiedCheckpoint], warnings: Sequence[str], *, dry_run: bool
 ) -> Answer:
     table = TextTable(
@@ -229,8 +229,8 @@ def _answer(
             (
                 "?" if item.step is None else str(item.step),
                 item.folder,
-                size(item.nbytes),
-                size(item.sent_nbytes),
+                format_nbytes(item.nbytes),
+                format_nbytes(item.sent_nbytes),
                 item.outcome,
             )
             for item in done
@@ -243,7 +243,7 @@ def _answer(
         for item in done
         if item.why is not None
     ]
-    sent = size(sum(item.sent_nbytes for item in done))
+    sent = format_nbytes(sum(item.sent_nbytes for item in done))
     lines.append(f"{sent} {'to send' if dry_run else 'sent'} to {target.url}")
     document = CopyAnswer(
         root=target.url, dry_run=dry_run, checkpoints=tuple(done), warnings=tuple(warnings)

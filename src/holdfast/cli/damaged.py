@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.health import GcDamaged
-from holdfast.cli.output import Answer, Code, emitter, size
-from holdfast.cli.target import open_root, opened
+from holdfast.cli.output import Answer, Code, emitter, format_nbytes
+from holdfast.cli.target import open_root, open_root_store
 from holdfast.encryption.store import bare
 from holdfast.errors import (
     FormatError,
@@ -21,7 +21,7 @@ from holdfast.format import layout
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import TiersRecord
-from holdfast.maintenance.delete_damaged import Damaged, delete, examine
+from holdfast.maintenance.delete_damaged import Damaged, delete_damaged, examine
 from holdfast.root.byte_ranges import read_listing
 from holdfast.root.catalog import Catalog, is_root
 from holdfast.root.documents import read_if_there
@@ -35,7 +35,7 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
     damaged = examine(store, folder)
     warnings = _other_tier(bare(store), folder)
     said: list[str] = []
-    why = delete(store, folder, emit=emitter(said)) if is_sure else None
+    why = delete_damaged(store, folder, emit=emitter(said)) if is_sure else None
     has_marker = bool(store.children(folder)) and why == ""
     document = {
         "root": store.url,
@@ -58,11 +58,11 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
         end = f"kept: {why}"
     else:
         marker = "; a marker stays, as after `holdfast gc`" if has_marker else ""
-        end = f"deleted; {size(damaged.nbytes)} freed{marker}"
+        end = f"deleted; {format_nbytes(damaged.nbytes)} freed{marker}"
     code = Code.OK if why == "" else Code.FOUND
     return Answer(
-        document=of(GcDamaged, document),
-        parts=[*_lines(damaged), *warnings, end],
+        document=make_answer(GcDamaged, document),
+        parts=[*_format_damage(damaged), *warnings, end],
         code=code,
     )
 
@@ -73,7 +73,7 @@ def _other_tier(store: Store, folder: str) -> list[str]:
     if tiers is None:
         return [_TIERED] if _is_tiered(store) else []
     try:
-        remote = opened(tiers.remote)
+        remote = open_root_store(tiers.remote)
         if not is_root(remote):
             raise NoCheckpoint(f"{remote.url}: no root of Holdfast; is it mounted?")
         listing = read_listing(remote, folder)
@@ -111,14 +111,14 @@ def _is_tiered(store: Store) -> bool:
     return False
 
 
-def _lines(damaged: Damaged) -> list[str]:
+def _format_damage(damaged: Damaged) -> list[str]:
     marks = [f"tagged {tag}" for tag in damaged.tags]
     marks += ["pinned"] if damaged.pinned else []
     marks += ["the latest"] if damaged.is_latest else []
     before = damaged.goes_on_from
     return [
         f"{damaged.folder}: {'; '.join([damaged.why, *marks])}",
-        *(f"  {name}  {size(nbytes)}" for name, nbytes in damaged.files),
+        *(f"  {name}  {format_nbytes(nbytes)}" for name, nbytes in damaged.files),
         f"without it the run resumes from {before}"
         if before
         else "the run can resume from no other checkpoint",

@@ -12,7 +12,7 @@ from holdfast.cli.documents import is_timing
 from holdfast.cli.output import Answer, Code, TextTable, number, one_line, progress_bar
 from holdfast.cli.sources import open_named
 from holdfast.errors import UsageError
-from holdfast.interop.comparing.differences import NotCompared, SourceDifference, compare
+from holdfast.interop.comparing.differences import NotCompared, SourceDifference, compare_sources
 from holdfast.interop.comparing.pairs import TensorDifference
 from holdfast.interop.comparing.trees import GeneratorDifference, ValueDifference
 
@@ -63,7 +63,7 @@ def diff(
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"--fail-above={fail_above}: must be a number of at least 0")
     with open_named(a) as source_a, open_named(b) as source_b, progress_bar() as progress:
-        found = compare(source_a, source_b, components, ignore=ignored, progress=progress)
+        found = compare_sources(source_a, source_b, components, ignore=ignored, progress=progress)
         urls = source_a.url, source_b.url
         models = [name for name, part in source_a.parts.items() if part.kind == "module"]
         models = [name for name in models if name in source_b.parts]
@@ -175,15 +175,15 @@ def _verdict(
     if fail_above is not None and (num_within := len(found.tensors) - num_beyond):
         texts.append(f"{num_within:,} differ by at most {number(fail_above)}")
     texts += [f"{num_beyond:,} differ"] if num_beyond else []
-    texts += _counted(len(found.values) - num_timings, "plain value")
-    texts += _counted(len(found.generators), "generator")
-    texts += _counted(num_timings, "timing")
+    texts += _count_differing(len(found.values) - num_timings, "plain value")
+    texts += _count_differing(len(found.generators), "generator")
+    texts += _count_differing(num_timings, "timing")
     if num_lost := len(found.not_compared):
         texts.append(f"{num_lost:,} could not be compared")
     return "; ".join(texts)
 
 
-def _counted(num: int, what: str) -> list[str]:
+def _count_differing(num: int, what: str) -> list[str]:
     return [f"{num:,} {what}{'s differ' if num > 1 else ' differs'}"] if num else []
 
 
@@ -193,7 +193,7 @@ def _seeding(
     """Explain why generators differ after equally many steps, and how to leave them out."""
     if not found.generators:
         return
-    who = _listed([*dict.fromkeys(map(_who, found.generators))])
+    who = _join_with_and([*dict.fromkeys(map(_who, found.generators))])
     text = f"the generators of {who} differ: seed them in both runs"
     if not (found.tensors or others):
         alone = " ".join(f"--component {shlex.quote(name)}" for name in models)
@@ -206,8 +206,8 @@ def _of_timings(timings: Sequence[ValueDifference]) -> Iterator[str]:
     if timings:
         names = [*dict.fromkeys(map(_name_of, timings))]
         yield (
-            f"{_listed(names)} {'tell' if len(names) > 1 else 'tells'} how long something took, "
-            "which no two runs have alike: " + _ignoring(f"**.{name}" for name in names)
+            f"{_join_with_and(names)} {'tell' if len(names) > 1 else 'tells'} how long something "
+            "took, which no two runs have alike: " + _ignoring(f"**.{name}" for name in names)
         )
 
 
@@ -216,7 +216,7 @@ def _who(one: GeneratorDifference) -> str:
     return _LANGUAGES.get(one.kind, one.kind) if is_global else one_line(one.path)
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_with_and(names: Sequence[str]) -> str:
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
 

@@ -15,8 +15,8 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from holdfast.cli.output import Answer, Code, TextTable, size
-from holdfast.cli.target import opened, unlocked
+from holdfast.cli.output import Answer, Code, TextTable, format_nbytes
+from holdfast.cli.target import open_root_store, unlocked
 from holdfast.encryption.store import bare
 from holdfast.errors import HoldfastError, PreflightFailed, SealError, StoreError, UsageError
 from holdfast.format import layout
@@ -107,7 +107,7 @@ def examine(root: str | None) -> Answer:
         name, which = split_source(root)
         if which is not None:
             raise UsageError(f"{root!r} names a checkpoint; doctor takes a whole root")
-        findings += _root(name)
+        findings += _check_root(name)
     table = TextTable(
         columns=("", "check", "found"),
         rows=[(found.status, found.check, found.found) for found in findings],
@@ -123,11 +123,11 @@ def _ok(check: str, found: str) -> CheckResult:
     return CheckResult(check=check, status="ok", found=found, do="")
 
 
-def _warn(check: str, found: str, do: str) -> CheckResult:
+def _make_warning(check: str, found: str, do: str) -> CheckResult:
     return CheckResult(check=check, status="warn", found=found, do=do)
 
 
-def _fail(check: str, found: str, do: str) -> CheckResult:
+def _make_failure(check: str, found: str, do: str) -> CheckResult:
     return CheckResult(check=check, status="fail", found=found, do=do)
 
 
@@ -142,11 +142,13 @@ def _machine() -> Iterator[CheckResult]:
         open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         if 0 <= open_files < _LEAST_OPEN_FILES:
             text = f"a process may open {open_files} files"
-            yield _warn("open files", text, f"ulimit -n {_LEAST_OPEN_FILES * 4}")
+            yield _make_warning("open files", text, f"ulimit -n {_LEAST_OPEN_FILES * 4}")
         file_nbytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if file_nbytes not in (resource.RLIM_INFINITY, -1):
-            text = f"a file may have {size(file_nbytes)} (ulimit -f)"
-            yield _warn("file size", text, "ulimit -f unlimited, or saves of larger files fail")
+            text = f"a file may have {format_nbytes(file_nbytes)} (ulimit -f)"
+            yield _make_warning(
+                "file size", text, "ulimit -f unlimited, or saves of larger files fail"
+            )
     for name in filter(None, os.environ.get("HOLDFAST_KEY_FILE", "").split()):
         yield from _key_file(Path(name))
 
@@ -156,10 +158,12 @@ def _key_file(path: Path) -> Iterator[CheckResult]:
     try:
         mode = path.stat().st_mode
     except OSError as error:
-        yield _fail(check, f"{path}: {error.strerror}", "name a file with keys, or unset it")
+        yield _make_failure(
+            check, f"{path}: {error.strerror}", "name a file with keys, or unset it"
+        )
         return
     if mode & 0o077:
-        yield _warn(check, f"{path}: others may read it", f"chmod 600 {path}")
+        yield _make_warning(check, f"{path}: others may read it", f"chmod 600 {path}")
     else:
         yield _ok(check, str(path))
 
@@ -168,7 +172,7 @@ def _packages(root: str | None) -> Iterator[CheckResult]:
     torch = _version("torch")
     if torch is None:
         text = "not installed; this command line works, saving and loading do not"
-        yield _warn("torch", text, "pip install torch")
+        yield _make_warning("torch", text, "pip install torch")
     else:
         yield _ok("torch", torch)
     scheme = "" if root is None else root.partition("://")[0]
@@ -183,11 +187,17 @@ def _extra(extra: str, packages: Mapping[str, str], *, is_needed: bool) -> Check
     missing = [name for name, version in found.items() if version is None]
     text = ", ".join(f"{name} {version or 'not installed'}" for name, version in found.items())
     if missing:
-        return _fail(check, text, install) if is_needed else _ok(check, text)
-    old = [n for n, v in found.items() if v is not None and _numbers(v) < _numbers(packages[n])]
+        return _make_failure(check, text, install) if is_needed else _ok(check, text)
+    old = [
+        n
+        for n, v in found.items()
+        if v is not None and _parse_version(v) < _parse_version(packages[n])
+    ]
     if old:
         wanted = ", ".join(f"{name} {packages[name]} or newer" for name in old)
-        return (_fail if is_needed else _warn)(check, text, f"{wanted}: {install} --upgrade")
+        return (_make_failure if is_needed else _make_warning)(
+            check, text, f"{wanted}: {install} --upgrade"
+        )
     return _ok(check, text)
 
 
@@ -198,7 +208,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, by which it is compared."""
     numbers: list[int] = []
     for part in version.split("+")[0].split("."):
@@ -219,12 +229,12 @@ class _Seen:
     is_run: bool
 
 
-def _root(root: str) -> Iterator[CheckResult]:
+def _check_root(root: str) -> Iterator[CheckResult]:
     try:
-        store = unlocked(opened(root))
+        store = unlocked(open_root_store(root))
         names = store.children()
     except HoldfastError as error:
-        yield _fail("root", str(error), _reaching(root))
+        yield _make_failure("root", str(error), _reaching(root))
         return
     is_local = isinstance(bare(store), LocalStore)
     if is_local and not os.path.isdir(bare(store).url):
@@ -233,12 +243,12 @@ def _root(root: str) -> Iterator[CheckResult]:
     seen = _Seen(newest=None, is_run=bool(names) and is_root(store))
     if names and not seen.is_run:
         text = f"{store.url} holds other things, such as {names[0]!r}, and no run"
-        yield _warn("root", text, "give a run a folder of its own")
+        yield _make_warning("root", text, "give a run a folder of its own")
     elif not names:
         yield _ok("root", f"{store.url}: empty; nothing was saved here yet")
     else:
-        seen = _Seen(newest=_newest(store), is_run=True)
-        yield from _run(store, seen)
+        seen = _Seen(newest=_find_newest(store), is_run=True)
+        yield from _check_run(store, seen)
     yield from _saving(store, seen)
     yield from _room(store, seen)
     yield from _clock(store)
@@ -262,31 +272,33 @@ def _absent(store: Store) -> Iterator[CheckResult]:
         yield _ok("root", text)
     else:
         text = f"{path} does not exist, and {ancestor} may not be written to"
-        yield _fail("root", text, "check the path, or make the folder")
-    yield _ok("room", f"{size(store.free_space().nbytes or 0)} free")
+        yield _make_failure("root", text, "check the path, or make the folder")
+    yield _ok("room", f"{format_nbytes(store.free_space().nbytes or 0)} free")
     yield from _file_system(ancestor)
 
 
-def _newest(store: Store) -> Entry | None:
+def _find_newest(store: Store) -> Entry | None:
     return next(iter(Catalog(store).checkpoints()), None)
 
 
-def _run(store: Store, seen: _Seen) -> Iterator[CheckResult]:
+def _check_run(store: Store, seen: _Seen) -> Iterator[CheckResult]:
     entries, unread = Catalog(store).survey()
     sealed = [folder for folder, error in unread if isinstance(error, SealError)]
     damaged = [folder for folder, error in unread if not isinstance(error, SealError)]
     yield _ok("root", f"{store.url}: a run with {len(entries)} checkpoints that can be read")
     if sealed:
         text = f"{len(sealed)} checkpoints are encrypted for other keys, such as {sealed[0]}"
-        yield _warn("keys", text, "name the keys before the command (--key-file)")
+        yield _make_warning("keys", text, "name the keys before the command (--key-file)")
     if damaged:
         text = f"{len(damaged)} manifests cannot be read, such as in {damaged[0]}"
-        yield _fail("manifests", text, f"holdfast verify {store.url}")
+        yield _make_failure("manifests", text, f"holdfast verify {store.url}")
     moment = recorded_time(seen.newest.manifest.created) if seen.newest is not None else None
     ahead_s = 0.0 if moment is None else (moment - datetime.now(timezone.utc)).total_seconds()
     if ahead_s > _SKEW_S:
         text = f"the newest checkpoint was saved {ahead_s:.0f} s after now, by its host's clock"
-        yield _warn("clock of the saves", text, "set the clocks by NTP; Hourly and Daily use them")
+        yield _make_warning(
+            "clock of the saves", text, "set the clocks by NTP; Hourly and Daily use them"
+        )
 
 
 def _saving(store: Store, seen: _Seen) -> Iterator[CheckResult]:
@@ -296,10 +308,10 @@ def _saving(store: Store, seen: _Seen) -> Iterator[CheckResult]:
         chosen = preflight(store, nbytes_per_save=0, saves_kept=None, num_files=num_files)
     except PreflightFailed as error:
         for problem in error.problems:
-            yield _fail("saving", problem, "see docs/stores.md; a save here would fail")
+            yield _make_failure("saving", problem, "see docs/stores.md; a save here would fail")
         return
     except HoldfastError as error:
-        yield _fail("saving", str(error), _reaching(store.url))
+        yield _make_failure("saving", str(error), _reaching(store.url))
         return
     text = "put if absent, replace, write, read a part and delete work"
     yield _ok("saving", text)
@@ -311,20 +323,20 @@ def _room(store: Store, seen: _Seen) -> Iterator[CheckResult]:
     try:
         free = store.free_space()
     except StoreError as error:
-        yield _warn("room", f"cannot be seen: {error}", "look at the file system's quota")
+        yield _make_warning("room", f"cannot be seen: {error}", "look at the file system's quota")
         return
     if free.nbytes is None:
         return
     one = 0 if seen.newest is None else seen.newest.manifest.nbytes
-    text = f"{size(free.nbytes)} free"
+    text = f"{format_nbytes(free.nbytes)} free"
     if not one:
         yield _ok("room", text)
         return
-    text += f"; the newest checkpoint has {size(one)}"
+    text += f"; the newest checkpoint has {format_nbytes(one)}"
     if free.nbytes < one:
-        yield _fail("room", text, "make room, or keep fewer (holdfast prune)")
+        yield _make_failure("room", text, "make room, or keep fewer (holdfast prune)")
     elif free.nbytes < 3 * one:
-        yield _warn("room", text, "make room, or keep fewer (holdfast prune)")
+        yield _make_warning("room", text, "make room, or keep fewer (holdfast prune)")
     else:
         yield _ok("room", text)
 
@@ -340,7 +352,7 @@ def _clock(store: Store) -> Iterator[CheckResult]:
     text = f"this host and the storage differ by {abs(skew_s):.0f} s"
     if abs(skew_s) > _SKEW_S:
         do = "set the clock by NTP; requests to object stores are refused from about 15 min on"
-        yield _warn("clock", text, do)
+        yield _make_warning("clock", text, do)
     else:
         yield _ok("clock", text)
 
@@ -368,7 +380,7 @@ def _links(store: Store) -> Iterator[CheckResult]:
             yield _ok("hard links", "work; unchanged files are linked, not written again")
         else:
             text = "this file system has none: every save writes all files"
-            yield _warn("hard links", text, "nothing, unless room or time is short")
+            yield _make_warning("hard links", text, "nothing, unless room or time is short")
 
 
 def _with_scratch(store: Store, use: Callable[[str], T]) -> T:
@@ -389,7 +401,9 @@ def _file_system(path: Path) -> Iterator[CheckResult]:
         return
     if kind in _SHOWN_FILE_SYSTEMS:
         text = f"{kind}: what is saved there is lost with the machine or the container"
-        yield _warn("file system", text, "save to a disk, or use Tiered to send it elsewhere")
+        yield _make_warning(
+            "file system", text, "save to a disk, or use Tiered to send it elsewhere"
+        )
     else:
         yield _ok("file system", kind)
 
@@ -416,11 +430,11 @@ def _other_tier(store: Store) -> Iterator[CheckResult]:
     if tiers is None:
         return
     try:
-        opened(tiers.remote).children()
+        open_root_store(tiers.remote).children()
     except HoldfastError as error:
-        yield _fail("remote tier", str(error), _reaching(tiers.remote))
+        yield _make_failure("remote tier", str(error), _reaching(tiers.remote))
         return
     yield _ok("remote tier", f"{tiers.remote} can be reached")
     if tiers.error:
         text = f"the last upload failed: {tiers.error}"
-        yield _warn("uploads", text, f"holdfast uploads {store.url}")
+        yield _make_warning("uploads", text, f"holdfast uploads {store.url}")

@@ -9,7 +9,7 @@ from contextlib import suppress
 import msgspec
 
 from holdfast.cli.documents import unread_line
-from holdfast.cli.output import Answer, TextTable, size
+from holdfast.cli.output import Answer, TextTable, format_nbytes
 from holdfast.cli.target import open_root
 from holdfast.encryption.store import bare
 from holdfast.errors import HoldfastError, NotFound
@@ -77,15 +77,15 @@ def usage(root: str) -> Answer:
     entries, unread = Catalog(store).survey()
     known = {entry.folder: entry for entry in entries}
     failed = dict(unread)
-    files = [*_files(bare(store))]
+    files = [*_list_stored(bare(store))]
     by_folder: dict[str, list[ObjectInfo]] = defaultdict(list)
     for info in files:
         by_folder[_folder(info)].append(info)
     other = sum(info.nbytes for info in by_folder.pop("", []))
     num_names = Counter(_identity(info) for info in files)
-    folders = sorted(by_folder, key=_order, reverse=True)
+    folders = sorted(by_folder, key=_parse_order, reverse=True)
     component_of = {
-        folder: _components(store, by_folder[folder], known.get(folder)) for folder in folders
+        folder: _map_components(store, by_folder[folder], known.get(folder)) for folder in folders
     }
     checkpoints = tuple(
         _checkpoint(
@@ -107,10 +107,10 @@ def usage(root: str) -> Answer:
         other_nbytes=other,
         unread=tuple(unread_line(folder, error) for folder, error in unread),
     )
-    return Answer(document=answer, parts=_parts(answer, failed))
+    return Answer(document=answer, parts=_format_usage(answer, failed))
 
 
-def _files(store: Store) -> Iterator[ObjectInfo]:
+def _list_stored(store: Store) -> Iterator[ObjectInfo]:
     """Yield all files of a store, those of checkpoints with what links have in common."""
     for info in store.list():
         if store.has_links and _folder(info):
@@ -126,7 +126,7 @@ def _folder(info: ObjectInfo) -> str:
     return first if slash and layout.parse_attempt(first) is not None else ""
 
 
-def _order(folder: str) -> tuple[int, int]:
+def _parse_order(folder: str) -> tuple[int, int]:
     name = layout.parse_attempt(folder)
     assert name is not None
     return name.epoch, name.sequence
@@ -140,7 +140,7 @@ def _once(files: Iterable[ObjectInfo]) -> int:
     return sum({_identity(info): info.nbytes for info in files}.values())
 
 
-def _components(
+def _map_components(
     store: Store, files: Iterable[ObjectInfo], entry: Entry | None
 ) -> Mapping[str, str]:
     """Return the component of each file of a checkpoint, by its key."""
@@ -197,40 +197,40 @@ def _by_component(
     return {name: _once(files[name]) for name in sorted(files)}
 
 
-def _parts(answer: DuAnswer, failed: Mapping[str, HoldfastError]) -> list[str | TextTable]:
+def _format_usage(answer: DuAnswer, failed: Mapping[str, HoldfastError]) -> list[str | TextTable]:
     names = [*answer.components]
     rows = [
         (
             "–" if one.step is None else str(one.step),
             one.folder,
-            size(one.nbytes),
-            size(one.freed_nbytes),
+            format_nbytes(one.nbytes),
+            format_nbytes(one.freed_nbytes),
             *(_cell(one, name) for name in names),
-            _mark(one, failed),
+            _describe_usage(one, failed),
         )
         for one in answer.checkpoints
     ]
-    total = ("all", "", size(sum(answer.components.values())), "")
-    rows.append((*total, *(size(nbytes) for nbytes in answer.components.values()), ""))
+    total = ("all", "", format_nbytes(sum(answer.components.values())), "")
+    rows.append((*total, *(format_nbytes(nbytes) for nbytes in answer.components.values()), ""))
     table = TextTable(
         columns=("step", "folder", "size", "deleting it frees", *names, ""),
         rows=rows,
         right=frozenset({0, *range(2, 4 + len(names))}),
         whole=frozenset({1}),
     )
-    saved = f"; links save {size(answer.linked_nbytes)}" if answer.linked_nbytes else ""
-    other = f", {size(answer.other_nbytes)} of them in claims, logs and other records"
-    return [table, f"{size(answer.nbytes)} in {answer.root}{other}{saved}", *answer.unread]
+    saved = f"; links save {format_nbytes(answer.linked_nbytes)}" if answer.linked_nbytes else ""
+    other = f", {format_nbytes(answer.other_nbytes)} of them in claims, logs and other records"
+    return [table, f"{format_nbytes(answer.nbytes)} in {answer.root}{other}{saved}", *answer.unread]
 
 
 def _cell(one: CheckpointUsage, name: str) -> str:
     used = one.components.get(name)
     if used is None:
         return ""
-    return f"{size(used.nbytes)}{' (shared)' if used.shared_nbytes else ''}"
+    return f"{format_nbytes(used.nbytes)}{' (shared)' if used.shared_nbytes else ''}"
 
 
-def _mark(one: CheckpointUsage, failed: Mapping[str, HoldfastError]) -> str:
+def _describe_usage(one: CheckpointUsage, failed: Mapping[str, HoldfastError]) -> str:
     if one.folder in failed:
         return "unread"
     return "" if one.is_checkpoint else "not committed"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.retention import ComingSave, Forecast, Gone, Kept
 from holdfast.cli.documents import expect_something_opened, unread_documents, unread_line
-from holdfast.cli.output import Answer, TextTable, size
+from holdfast.cli.output import Answer, TextTable, format_nbytes
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint
 from holdfast.maintenance.forecast import AssumedSave, forecast_retention
@@ -44,9 +44,9 @@ def forecast_deletions(root: str, *, number: int = 10, keep: str | None = None) 
         ],
         **unread_documents(unread),
     }
-    document = of(Forecast, members)
+    document = make_answer(Forecast, members)
     lines = [f"kept, {unread_line(folder, error)}" for folder, error in unread]
-    return Answer(document=document, parts=[*_parts(document), *lines])
+    return Answer(document=document, parts=[*_format_forecast(document), *lines])
 
 
 def _coming_save(
@@ -75,18 +75,20 @@ def _coming_save(
     )
 
 
-def _parts(document: Forecast) -> list[str | TextTable]:
+def _format_forecast(document: Forecast) -> list[str | TextTable]:
     source = document.recorded_by
     said = "given" if source is None else f"recorded by {source}"
     saves = TextTable(
         columns=("save", "at step", "deletes", "frees", "why"),
-        rows=[row for save in document.saves for row in _rows(save)],
+        rows=[row for save in document.saves for row in _make_deletion_rows(save)],
         right=frozenset({0, 1, 3}),
         whole=frozenset({0, 1, 2, 3}),
     )
     kept = TextTable(
         columns=("step", "stays", "size", "why"),
-        rows=[(str(one.step), one.folder, size(one.nbytes), one.why) for one in document.kept],
+        rows=[
+            (str(one.step), one.folder, format_nbytes(one.nbytes), one.why) for one in document.kept
+        ],
         right=frozenset({0, 2}),
         whole=frozenset({0, 1, 2}),
     )
@@ -94,12 +96,12 @@ def _parts(document: Forecast) -> list[str | TextTable]:
     return [f"rule: {document.keep} ({said})", saves, *([kept] if document.kept else []), *assumed]
 
 
-def _rows(save: ComingSave) -> list[tuple[str, ...]]:
+def _make_deletion_rows(save: ComingSave) -> list[tuple[str, ...]]:
     """Make one row for each deletion of a save, or one without a deletion."""
     at = f"{save.step} (ephemeral)" if save.save_class == "ephemeral" else str(save.step)
     rows: list[tuple[str, ...]] = []
     for one in save.gone:
         which = f"step {one.step}" if one.save is None else f"step {one.step} (save {one.save})"
         which = f"{', '.join(one.drop)} of {which}" if one.drop else which
-        rows.append((str(save.save), at, which, size(one.nbytes), one.why))
+        rows.append((str(save.save), at, which, format_nbytes(one.nbytes), one.why))
     return rows or [(str(save.save), at, "nothing", "", "")]

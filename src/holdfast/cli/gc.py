@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.health import Gc
-from holdfast.cli.output import Answer, Code, emitter, say_event, size
+from holdfast.cli.output import Answer, Code, emitter, format_nbytes, say_event
 from holdfast.cli.target import open_root
 from holdfast.encryption.store import bare
 from holdfast.errors import FormatError, UsageError
 from holdfast.events import Emitter
-from holdfast.maintenance.gc import GcReport, collect
+from holdfast.maintenance.gc import GcReport, collect_garbage
 from holdfast.ownership.claim import is_closed, is_live
 from holdfast.ownership.process import liveness
 from holdfast.root.catalog import Catalog
@@ -25,22 +25,24 @@ def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
         _check_dead(store, epoch)
     warnings: list[str] = []
     emit = emitter(warnings)
-    report = collect(store, dry_run=dry_run, dead_epochs=dead_epochs, emit=emit)
+    report = collect_garbage(store, dry_run=dry_run, dead_epochs=dead_epochs, emit=emit)
     for text in report.foreign:
         emit("warning", text)
     document = {
         "root": store.url,
         "dry_run": dry_run,
-        "removed": _pairs(report.removed),
-        "marked": _pairs(report.marked),
-        "kept": _pairs(report.kept),
-        "failed": _pairs(report.failed),
+        "removed": _format_reasons(report.removed),
+        "marked": _format_reasons(report.marked),
+        "kept": _format_reasons(report.kept),
+        "failed": _format_reasons(report.failed),
         "markers": [{"epoch": e, "number": number} for e, number in sorted(report.markers.items())],
         "warnings": warnings,
         "nbytes": report.nbytes,
     }
     code = Code.FOUND if report.failed else Code.OK
-    return Answer(document=of(Gc, document), parts=_lines(report, root, dry_run), code=code)
+    return Answer(
+        document=make_answer(Gc, document), parts=_format_report(report, root, dry_run), code=code
+    )
 
 
 def _check_dead(store: Store, epoch: int) -> None:
@@ -65,14 +67,14 @@ def _check_dead(store: Store, epoch: int) -> None:
         )
 
 
-def _lines(report: GcReport, root: str, dry_run: bool) -> list[str]:
+def _format_report(report: GcReport, root: str, dry_run: bool) -> list[str]:
     verbs = ("would remove", "would mark") if dry_run else ("removed", "marked")
     lines = [f"{verbs[0]} {folder}: {why}" for folder, why in report.removed]
     lines += [f"{verbs[1]} {folder}: {why}" for folder, why in report.marked]
     lines += [f"kept {folder}: {why}" for folder, why in report.kept]
     lines += [f"FAILED {folder}: {why}" for folder, why in report.failed]
     lines += [f"to look at {name}: holdfast gc {root} --damaged {name}" for name in report.damaged]
-    total = f"{size(report.nbytes)} {'would be ' if dry_run else ''}freed"
+    total = f"{format_nbytes(report.nbytes)} {'would be ' if dry_run else ''}freed"
     return [*lines, total if lines else "nothing to remove", *_marker_lines(report, root)]
 
 
@@ -90,5 +92,5 @@ def _marker_lines(report: GcReport, root: str) -> list[str]:
     ]
 
 
-def _pairs(items: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+def _format_reasons(items: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"folder": folder, "why": why} for folder, why in items]

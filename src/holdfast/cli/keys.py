@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.keys import KeysGenerate, KeysList, KeysRotate
 from holdfast.cli.output import Answer, Code
 from holdfast.cli.target import NAMED, KeySources, keys_of, open_root
@@ -17,21 +17,21 @@ from holdfast.keys import PrivateKey
 from holdfast.keys import generate as new_key
 from holdfast.maintenance.rotate_keys import Rekeyed, Sealed, sealed_in
 from holdfast.maintenance.rotate_keys import rotate as rotate_root
-from holdfast.system import CLOSED_ON_EXEC, sync, sync_folder
+from holdfast.system import CLOSED_ON_EXEC, sync, sync_folder_path
 
 
 def generate(path: Path, *, pair: bool) -> Answer:
     """Generate a key, or with `pair` a private and a public one, and write it to a new file."""
     key = new_key("private" if pair else "secret")
-    _write(path, key.text, mode=0o600)
+    _write_key_file(path, key.text, mode=0o600)
     document: dict[str, Any] = {"path": str(path), "key": key.name}
     lines = [f"{path}: {key.name}", "Keep a copy in a safe place: nothing opens without it"]
     if isinstance(key, PrivateKey):
         public = path.with_name(f"{path.name}.pub")
-        _write(public, key.public.text, mode=0o644)
+        _write_key_file(public, key.public.text, mode=0o644)
         document["public_path"] = str(public)
         lines.insert(1, f"{public}: {key.public.name}")
-    return Answer(document=of(KeysGenerate, document), parts=lines)
+    return Answer(document=make_answer(KeysGenerate, document), parts=lines)
 
 
 def list_recipients(root: str) -> Answer:
@@ -46,12 +46,12 @@ def list_recipients(root: str) -> Answer:
     ]
     document = {
         "root": store.url,
-        "checkpoints": [_described(item) for item in items if isinstance(item, Sealed)],
+        "checkpoints": [_encode_sealed(item) for item in items if isinstance(item, Sealed)],
         "failed": [asdict(item) for item in items if isinstance(item, Rekeyed)],
     }
     code = Code.FOUND if document["failed"] else Code.OK
     return Answer(
-        document=of(KeysList, document),
+        document=make_answer(KeysList, document),
         parts=lines or ["nothing here is sealed"],
         code=code,
     )
@@ -75,13 +75,13 @@ def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
     )
     document = {"root": store.url, "checkpoints": [asdict(item) for item in done]}
     return Answer(
-        document=of(KeysRotate, document),
+        document=make_answer(KeysRotate, document),
         parts=lines,
         code=Code.FOUND if failed else Code.OK,
     )
 
 
-def _write(path: Path, text: str, *, mode: int) -> None:
+def _write_key_file(path: Path, text: str, *, mode: int) -> None:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | CLOSED_ON_EXEC, mode)
         with os.fdopen(fd, "w", encoding="ascii") as file:
@@ -89,12 +89,12 @@ def _write(path: Path, text: str, *, mode: int) -> None:
             file.flush()
             sync(fd)
         # Sync the folder too: data encrypted with the key outlasts a power cut, so must the key.
-        sync_folder(path.parent)
+        sync_folder_path(path.parent)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; a key is written into a new file") from error
 
 
-def _described(item: Sealed) -> dict[str, Any]:
+def _encode_sealed(item: Sealed) -> dict[str, Any]:
     return {
         "folder": item.folder,
         "suite": item.visible.suite,

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.history import Log, LoggedSave, RecordedSaveCost
 from holdfast.cli.costs import costs_of
 from holdfast.cli.documents import unread_documents, unread_line
-from holdfast.cli.output import Answer, TextTable, size
+from holdfast.cli.output import Answer, TextTable, format_nbytes
 from holdfast.cli.target import open_root
 from holdfast.errors import FormatError, HoldfastError, SealError
 from holdfast.format import layout
@@ -60,10 +60,10 @@ def log_root(root: str, *, saves: bool = False) -> Answer:
     catalog = Catalog(store)
     entries, unread = catalog.survey()
     lives = [*_lives(store, catalog, entries, costs_of(store, entries, linked=saves))]
-    document = {"root": store.url, "lives": [_document(life) for life in lives]}
+    document = {"root": store.url, "lives": [_encode_life(life) for life in lives]}
     return Answer(
-        document=of(Log, {**document, **unread_documents(unread)}),
-        parts=_parts(store, lives, unread, saves=saves),
+        document=make_answer(Log, {**document, **unread_documents(unread)}),
+        parts=_format_lives(store, lives, unread, saves=saves),
     )
 
 
@@ -74,7 +74,7 @@ def _lives(
     costs: Mapping[str, RecordedSaveCost],
 ) -> Iterator[_Life]:
     epochs = sorted({*catalog.epochs(), *(entry.name.epoch for entry in entries)})
-    claims = {epoch: _claim(catalog, epoch) for epoch in epochs}
+    claims = {epoch: _read_claim(catalog, epoch) for epoch in epochs}
     steps: dict[str, int | None] = {entry.folder: entry.step for entry in entries}
     points = [claim.resumed_from for claim in claims.values() if claim is not None]
     for point in points:
@@ -94,7 +94,7 @@ def _lives(
         }
         changed = changes.get(epoch)
         following = next((found for at, found in claims.items() if at > epoch and found), None)
-        start = changed.step if changed is not None else _start(claim, steps)
+        start = changed.step if changed is not None else _format_start(claim, steps)
         yield _Life(
             epoch=epoch,
             claim=claim,
@@ -178,14 +178,14 @@ def _ended_save(catalog: Catalog, folder: str, *, is_point: bool) -> LoggedSave 
     )
 
 
-def _claim(catalog: Catalog, epoch: int) -> WriterRecord | None:
+def _read_claim(catalog: Catalog, epoch: int) -> WriterRecord | None:
     try:
         return catalog.writer(epoch)
     except FormatError:
         return None
 
 
-def _start(claim: WriterRecord | None, steps: Mapping[str, int | None]) -> int | None:
+def _format_start(claim: WriterRecord | None, steps: Mapping[str, int | None]) -> int | None:
     if claim is None:
         return None
     return 0 if claim.resumed_from is None else steps[claim.resumed_from.folder]
@@ -198,7 +198,7 @@ def _step_of(folder: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _document(life: _Life) -> dict[str, Any]:
+def _encode_life(life: _Life) -> dict[str, Any]:
     claim = life.claim
     return {
         "epoch": life.epoch,
@@ -223,7 +223,7 @@ def _resumed_from(claim: WriterRecord | None) -> str | None:
     return None if claim is None or claim.resumed_from is None else claim.resumed_from.folder
 
 
-def _parts(
+def _format_lives(
     store: Store,
     lives: Sequence[_Life],
     unread: Sequence[tuple[str, HoldfastError]],
@@ -258,7 +258,7 @@ def _table_of_saves(lives: Sequence[_Life]) -> TextTable:
         rows=[
             (
                 str(life.epoch),
-                _count(saved.step),
+                _format_step(saved.step),
                 saved.folder,
                 (saved.created or "?")[:19].replace("T", " "),
                 saved.save_class or "?",
@@ -282,8 +282,8 @@ def _cost_cells(cost: RecordedSaveCost | None) -> tuple[str, ...]:
         "?" if cost.stall_s is None else span(cost.stall_s),
         "?" if cost.write_s is None else span(cost.write_s),
         (cost.upload or "") if cost.upload_s is None else span(cost.upload_s),
-        "" if cost.new_nbytes is None else size(cost.new_nbytes),
-        size(linked) if linked else "",
+        "" if cost.new_nbytes is None else format_nbytes(cost.new_nbytes),
+        format_nbytes(linked) if linked else "",
     )
 
 
@@ -310,5 +310,5 @@ def _origin(life: _Life) -> str:
     return folder if life.start is None else f"step {life.start}"
 
 
-def _count(step: int | None) -> str:
+def _format_step(step: int | None) -> str:
     return "?" if step is None else str(step)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.checkpoints import Ls
 from holdfast.cli.documents import (
     checkpoint_document,
@@ -18,7 +18,7 @@ from holdfast.cli.documents import (
     unread_documents,
     unread_line,
 )
-from holdfast.cli.output import Answer, Code, TextTable, number, one_line, size
+from holdfast.cli.output import Answer, Code, TextTable, format_nbytes, number, one_line
 from holdfast.cli.target import open_root
 from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
 from holdfast.format.manifest import Manifest
@@ -58,7 +58,7 @@ class _RootContents:
 def list_root(root: str) -> Answer:
     """List the checkpoints of a root, newest first, and its owner and readers."""
     store = open_root(root)
-    contents = _read(store)
+    contents = _read_root_contents(store)
     expect_something_opened(contents.entries, contents.unread)
     if not contents.entries and not contents.unread:
         raise NoCheckpoint(f"{store.url}: no checkpoints yet{_unfinished_note(contents)}")
@@ -67,7 +67,7 @@ def list_root(root: str) -> Answer:
         "head": contents.head,
         "best": contents.best,
         "owner": contents.owner,
-        "readers": [_reader(lease) for lease in contents.readers],
+        "readers": [_describe_reader(lease) for lease in contents.readers],
         "checkpoints": [
             {
                 **checkpoint_document(store, entry),
@@ -81,10 +81,12 @@ def list_root(root: str) -> Answer:
     }
     is_damaged = contents.unread or any(contents.missing.values())
     code = Code.FOUND if is_damaged else Code.OK
-    return Answer(document=of(Ls, document), parts=_parts(store, contents), code=code)
+    return Answer(
+        document=make_answer(Ls, document), parts=_format_listing(store, contents), code=code
+    )
 
 
-def _read(store: Store) -> _RootContents:
+def _read_root_contents(store: Store) -> _RootContents:
     catalog = Catalog(store)
     entries, unread = catalog.survey()
     files = catalog.files
@@ -130,7 +132,7 @@ def owner_of(store: Store, catalog: Catalog) -> Mapping[str, Any] | None:
     }
 
 
-def _reader(found: FoundLease) -> Mapping[str, Any]:
+def _describe_reader(found: FoundLease) -> Mapping[str, Any]:
     """Describe a reader for JSON; only its folder and state if its lease cannot be read."""
     lease = found.lease
     return {
@@ -142,7 +144,7 @@ def _reader(found: FoundLease) -> Mapping[str, Any]:
     }
 
 
-def _parts(store: Store, contents: _RootContents) -> list[str | TextTable]:
+def _format_listing(store: Store, contents: _RootContents) -> list[str | TextTable]:
     parts: list[str | TextTable] = []
     if contents.entries:
         parts.append(
@@ -187,7 +189,7 @@ def _row(store: Store, entry: Entry, contents: _RootContents) -> tuple[str, ...]
     return (
         str(entry.step),
         entry.folder,
-        size(nbytes_left(store, entry)),
+        format_nbytes(nbytes_left(store, entry)),
         entry.manifest.created[:16].replace("T", " "),
         _metrics(entry.manifest),
         ", ".join(marks),

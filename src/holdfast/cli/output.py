@@ -93,7 +93,7 @@ def _output_expected() -> Iterator[None]:
 
 def unwritten(error: OSError) -> Code:
     """Say that the output could not be written; return the exit code."""
-    say(f"the answer could not be written: {error.strerror or error}")
+    write_message(f"the answer could not be written: {error.strerror or error}")
     discard_output()
     return Code.FOUND
 
@@ -129,7 +129,7 @@ def give_error(error: HoldfastError, *, as_json: bool) -> Code:
         with _output_expected():
             click.echo(json.dumps({"holdfast": SCHEMA, "error": members}))
     else:
-        say(str(error))
+        write_message(str(error))
     if isinstance(error, UsageError):
         return Code.USAGE
     if isinstance(error, DeadlineExceeded):
@@ -137,7 +137,7 @@ def give_error(error: HoldfastError, *, as_json: bool) -> Code:
     return Code.NOTHING if isinstance(error, NoCheckpoint | NotOwned) else Code.FOUND
 
 
-def say(text: str) -> None:
+def write_message(text: str) -> None:
     """Write a message to standard error, after the program's name."""
     click.echo(printable(f"holdfast: {without_secrets(text)}"), err=True)
 
@@ -182,7 +182,7 @@ def json_safe(value: Any) -> Any:
     return value
 
 
-def size(nbytes: int) -> str:
+def format_nbytes(nbytes: int) -> str:
     """Format a number of bytes for people, in binary units."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.checkpoints import Marked
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_target, read_entry
@@ -29,10 +29,10 @@ def mark(
     entry = read_entry(store, folder)
     expect_removable(entry, remove_tags)
     annotate(store, entry, add_tags=tags, remove_tags=remove_tags, pinned=pinned)
-    return _answer(store, folder)
+    return _build_marks_answer(store, folder)
 
 
-def _answer(store: Store, folder: str) -> Answer:
+def _build_marks_answer(store: Store, folder: str) -> Answer:
     entry = read_entry(store, folder)
     marks = ["pinned" if entry.marks.pinned else "not pinned", *(f"#{t}" for t in entry.tags)]
     document = {
@@ -42,4 +42,4 @@ def _answer(store: Store, folder: str) -> Answer:
         "pinned": entry.marks.pinned,
         "tags": list(entry.tags),
     }
-    return Answer(document=of(Marked, document), parts=[f"{folder}: {', '.join(marks)}"])
+    return Answer(document=make_answer(Marked, document), parts=[f"{folder}: {', '.join(marks)}"])

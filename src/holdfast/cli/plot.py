@@ -12,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.history import MetricSeries, Plot
 from holdfast.cli.documents import is_timing
 from holdfast.cli.drawing import expect_drawable, save_figure
@@ -20,7 +20,7 @@ from holdfast.cli.output import Answer, TextTable, number, one_line
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.maintenance.recorded_costs import RecordedStart, gather
+from holdfast.maintenance.recorded_costs import RecordedStart, read_recorded_costs
 from holdfast.root.catalog import Catalog, Entry
 
 _STEP = re.compile(r"step-(\d{1,18})\b", re.ASCII)
@@ -70,19 +70,19 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     record = _recorded(root, log, entries, notes)
     watched = next((entry.manifest.best for entry in entries if entry.manifest.best), ())
     first = [one.metric for one in watched]
-    series = _chosen(record, metrics) if metrics else _usual(record, first, notes)
+    series = _choose_series(record, metrics) if metrics else _usual(record, first, notes)
     if empty := [one.name for one in series if not _is_drawable(one)]:
-        notes.append(f"{_listed(empty)}: no finite value at any step")
+        notes.append(f"{_join_names(empty)}: no finite value at any step")
     series = [one for one in series if metrics or _is_drawable(one)]
     if not series:
         if record.metrics:
-            counted = _listed(sorted(record.metrics))
+            counted = _join_names(sorted(record.metrics))
             raise NoCheckpoint(
                 f"{store.url}: no metric was logged that is drawn by default, only {counted}; "
                 "--metric NAME draws one of these"
             )
         raise NoCheckpoint(f"{store.url}: nothing was logged or saved")
-    starts = _starts(gather(store).starts, entries)
+    starts = _starts(read_recorded_costs(store).starts, entries)
     resumed = {start["step"] for start in starts if start["step"] is not None}
     saved = sorted(record.saved | resumed | {entry.step for entry in entries})
     members = {
@@ -94,16 +94,16 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
         "metrics": sorted(record.metrics),
         "notes": notes,
     }
-    document = of(Plot, members)
+    document = make_answer(Plot, members)
     if output is None:
         others = [*_others(record, series), "-o FILE draws them"]
-        return Answer(document=document, parts=[_table(series), *others, *notes])
+        return Answer(document=document, parts=[_make_series_table(series), *others, *notes])
     _draw(document, output)
     num_panels = len({one.panel for one in series})
     return Answer(document=document, parts=[f"{output}: {num_panels} panels", *notes])
 
 
-def _table(series: Sequence[MetricSeries]) -> TextTable:
+def _make_series_table(series: Sequence[MetricSeries]) -> TextTable:
     columns = ("panel", "curve", "from step", "to step", "first", "last")
     rows = []
     for one in series:
@@ -180,13 +180,13 @@ def _read_log(path: Path | None, *, is_given: bool) -> _Record | None:
     record = _Record()
     for line in lines:
         try:
-            _add(record, json.loads(line))
+            _add_line(record, json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError):
             record.num_broken += 1
     return record
 
 
-def _add(record: _Record, line: Mapping[str, Any]) -> None:
+def _add_line(record: _Record, line: Mapping[str, Any]) -> None:
     step, values, rates = line["step"], line["metrics"], line.get("lr", {})
     numbers = {name: value for name, value in values.items() if not isinstance(value, list)}
     found = {name: float(value) for name, value in numbers.items()}
@@ -262,18 +262,18 @@ def _others(record: _Record, series: Sequence[MetricSeries]) -> list[str]:
     """Name the recorded metrics that are not drawn, as one line; no line if there are none."""
     drawn = {one.name for one in series}
     others = [name for name in sorted(record.metrics) if name not in drawn]
-    return [f"--metric NAME draws another metric: {_listed(others)}"] if others else []
+    return [f"--metric NAME draws another metric: {_join_names(others)}"] if others else []
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
     return ", ".join(one_line(name, _MAX_NAME) for name in names[:_MAX_NAMES]) + more
 
 
-def _chosen(record: _Record, names: Sequence[str]) -> list[MetricSeries]:
+def _choose_series(record: _Record, names: Sequence[str]) -> list[MetricSeries]:
     unknown = [name for name in names if name not in record.metrics]
     if unknown:
-        there = _listed(sorted(record.metrics)) or "none"
+        there = _join_names(sorted(record.metrics)) or "none"
         raise UsageError(f"--metric={unknown[0]!r}: there is no such metric; recorded: {there}")
     return [_curve(name, name, record) for name in dict.fromkeys(names)]
 

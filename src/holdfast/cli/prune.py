@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.retention import Prune
 from holdfast.cli.documents import (
     expect_something_opened,
@@ -15,10 +15,10 @@ from holdfast.cli.documents import (
     unread_documents,
     unread_line,
 )
-from holdfast.cli.output import Answer, Code, TextTable, emitter, size
+from holdfast.cli.output import Answer, Code, TextTable, emitter, format_nbytes
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint
-from holdfast.maintenance.prune import preview, prune
+from holdfast.maintenance.prune import preview, prune_checkpoints
 from holdfast.maintenance.retention import PlannedDecision, Pruned
 from holdfast.policy.rules import parse_rule
 from holdfast.root.catalog import Catalog, Entry
@@ -38,16 +38,16 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     report = (
         Pruned(planned=preview(store, rule, known={e.folder: e.manifest for e in entries}))
         if dry_run
-        else prune(store, rule, emit=emitter(warnings))
+        else prune_checkpoints(store, rule, emit=emitter(warnings))
     )
     judged = {item.entry.folder for item in report.planned}
     checkpoints = []
     for item in report.planned:
         action, made = _action(item, report, dry_run=dry_run), item.decision
-        described = _document(item.entry, action, made.reason, made.entry.nbytes, made.drop)
+        described = _encode_decision(item.entry, action, made.reason, made.entry.nbytes, made.drop)
         checkpoints.append((item.entry, described))
     checkpoints += [
-        (entry, _document(entry, "keep", _OTHER_RUN, nbytes_left(store, entry)))
+        (entry, _encode_decision(entry, "keep", _OTHER_RUN, nbytes_left(store, entry)))
         for entry in entries
         if entry.folder not in judged
     ]
@@ -74,9 +74,9 @@ def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
     lines = [f"kept, {unread_line(folder, error)}" for folder, error in unread]
     lines += [f"kept, {why}: {folder}" for folder, why in report.postponed]
     lines += [f"FAILED {folder}: {why}" for folder, why in report.failed]
-    lines.append(f"{size(nbytes)} {'would be ' if dry_run else ''}freed")
+    lines.append(f"{format_nbytes(nbytes)} {'would be ' if dry_run else ''}freed")
     code = Code.FOUND if report.failed else Code.OK
-    return Answer(document=of(Prune, document), parts=[table, *lines], code=code)
+    return Answer(document=make_answer(Prune, document), parts=[table, *lines], code=code)
 
 
 def _is_done(item: PlannedDecision, report: Pruned) -> bool:
@@ -92,7 +92,7 @@ def _action(item: PlannedDecision, report: Pruned, *, dry_run: bool) -> str:
     return "thin" if item.decision.keep else "delete"
 
 
-def _document(
+def _encode_decision(
     entry: Entry, action: str, why: str, nbytes: int, drop: Sequence[str] = ()
 ) -> dict[str, Any]:
     return {
@@ -110,4 +110,4 @@ def _row(entry: Entry, document: Mapping[str, Any]) -> tuple[str, ...]:
     action = document["action"]
     what = f"drop {', '.join(document['drop'])}" if action == "thin" else action
     why = "; ".join([document["why"], *origin_marks(entry.manifest)])
-    return (str(entry.step), entry.folder, size(document["nbytes"]), what, why)
+    return (str(entry.step), entry.folder, format_nbytes(document["nbytes"]), what, why)

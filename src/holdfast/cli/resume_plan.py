@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.cli.answers.base import Owner, of
+from holdfast.cli.answers.base import Owner, make_answer
 from holdfast.cli.answers.checkpoints import ResumePlan, ResumeStep
 from holdfast.cli.ls import owner_of
 from holdfast.cli.output import Answer, Code, TextTable, progress_bar
@@ -26,13 +26,13 @@ def plan_of(root: str, *, verify: bool) -> Answer:
     document = ResumePlan(
         root=store.url,
         head=None if head is None else head.folder,
-        owner=None if owner is None else of(Owner, owner),
+        owner=None if owner is None else make_answer(Owner, owner),
         verified=verify,
-        candidates=[_document(step) for step in steps],
+        candidates=[_describe_step(step) for step in steps],
     )
     return Answer(
         document=document,
-        parts=_parts(document),
+        parts=_format_plan(document),
         code=Code.OK if head is not None else Code.FOUND,
     )
 
@@ -49,7 +49,7 @@ def _verified(store: Store) -> list[Step]:
         return resume_steps(store, check)
 
 
-def _document(step: Step) -> ResumeStep:
+def _describe_step(step: Step) -> ResumeStep:
     entry = step.entry
     return ResumeStep(
         folder=step.folder,
@@ -64,7 +64,7 @@ def _document(step: Step) -> ResumeStep:
     )
 
 
-def _parts(document: ResumePlan) -> list[str | TextTable]:
+def _format_plan(document: ResumePlan) -> list[str | TextTable]:
     table = TextTable(
         columns=("step", "folder", "saved (UTC)", "resume", "why"),
         rows=[_row(one) for one in document.candidates],

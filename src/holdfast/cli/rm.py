@@ -11,13 +11,19 @@ import click
 import msgspec
 
 from holdfast.cli.documents import expect_something_opened
-from holdfast.cli.output import Answer, Code, emitter, printable, size
-from holdfast.cli.target import open_root, opened, unlocked
+from holdfast.cli.output import Answer, Code, emitter, format_nbytes, printable
+from holdfast.cli.target import open_root, open_root_store, unlocked
 from holdfast.errors import FormatError, NoCheckpoint, SealError, UsageError, listing
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Deleted
-from holdfast.maintenance.delete import DeletionPlan, already_dropped, examine, finish, remove
+from holdfast.maintenance.delete import (
+    DeletionPlan,
+    already_dropped,
+    complete_deletion,
+    delete_as_planned,
+    examine,
+)
 from holdfast.root.address import split_folder, split_source
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.store.base import Store
@@ -67,7 +73,7 @@ class Leave:
 
 def rm(target: str, leave: Leave) -> Answer:
     """Delete one checkpoint, after the user has confirmed it and given a reason."""
-    store, which = _opened(target)
+    store, which = _open_target(target)
     if which == "latest" and leave.yes:
         raise UsageError(
             f"{target!r}: nothing was deleted. With --yes name the step or the folder: given "
@@ -81,14 +87,14 @@ def rm(target: str, leave: Leave) -> Answer:
             raise
         warnings: list[str] = []
         if not leave.dry_run:
-            finish(store, left, emit=emitter(warnings))
+            complete_deletion(store, left, emit=emitter(warnings))
         return _finished(store, left, warnings, dry_run=leave.dry_run)
     return _carried_out(store, examine(store, entry), leave, command="rm")
 
 
 def thin(target: str, components: Sequence[str], leave: Leave) -> Answer:
     """Drop components of one checkpoint, after the user has confirmed it."""
-    store, which = _opened(target)
+    store, which = _open_target(target)
     entry = _only(store, which)
     wanted = tuple(dict.fromkeys(components))
     if already_dropped(store, entry, wanted):
@@ -108,12 +114,12 @@ def thin(target: str, components: Sequence[str], leave: Leave) -> Answer:
     return _carried_out(store, examine(store, entry, wanted), leave, command="thin")
 
 
-def _opened(target: str) -> tuple[Store, str]:
+def _open_target(target: str) -> tuple[Store, str]:
     """Open the store of a target that names one checkpoint; return it and the name."""
     root, which = split_source(target)
     parent, folder = split_folder(root) if which is None else ("", "")
     if folder:
-        return unlocked(opened(parent)), folder
+        return unlocked(open_root_store(parent)), folder
     if which is None:
         raise UsageError(
             f"{target!r}: nothing was deleted. Name one checkpoint, as {target}@step=1000; "
@@ -136,7 +142,7 @@ def _only(store: Store, which: str) -> Entry:
     """
     catalog = Catalog(store)
     if layout.parse_attempt(which) is not None or which == "latest":
-        return catalog.resolve(which)
+        return catalog.find_checkpoint(which)
     entries, unread = catalog.survey()
     expect_something_opened(entries, unread)
     step = _STEP.fullmatch(which)
@@ -149,12 +155,12 @@ def _only(store: Store, which: str) -> Entry:
     if len(found) > 1:
         raise UsageError(
             f"{store.url}: nothing was deleted, for {which!r} names several checkpoints. Name the "
-            "folder of one:\n" + listing([_described(entry) for entry in found])
+            "folder of one:\n" + listing([_describe_entry(entry) for entry in found])
         )
-    return found[0] if found else catalog.resolve(which)
+    return found[0] if found else catalog.find_checkpoint(which)
 
 
-def _described(entry: Entry) -> str:
+def _describe_entry(entry: Entry) -> str:
     return f"{entry.folder} (step {entry.step}, {entry.manifest.created})"
 
 
@@ -197,10 +203,10 @@ def _carried_out(store: Store, asked: DeletionPlan, leave: Leave, *, command: st
     if not leave.dry_run:
         _expect_leave(asked, leave)
         if asked.waits_for:
-            return _answer(store, asked, leave, kept_because=asked.waits_for)
+            return _build_removal_answer(store, asked, leave, kept_because=asked.waits_for)
         reason = _reason(asked, leave, command=command)
         if not leave.yes and not click.confirm("Delete?", err=True):
-            return _answer(store, asked, leave, kept_because="you said no")
+            return _build_removal_answer(store, asked, leave, kept_because="you said no")
         leave = Leave(
             reason=reason,
             even_pinned=leave.even_pinned,
@@ -209,10 +215,12 @@ def _carried_out(store: Store, asked: DeletionPlan, leave: Leave, *, command: st
             yes=True,
         )
         warnings: list[str] = []
-        why = remove(store, asked, reason=reason, emit=emitter(warnings))
-        return _answer(store, asked, leave, kept_because=why or None, warnings=warnings)
+        why = delete_as_planned(store, asked, reason=reason, emit=emitter(warnings))
+        return _build_removal_answer(
+            store, asked, leave, kept_because=why or None, warnings=warnings
+        )
     why = "; ".join(_objections(asked, leave)) or asked.waits_for
-    return _answer(store, asked, leave, kept_because=why or None)
+    return _build_removal_answer(store, asked, leave, kept_because=why or None)
 
 
 def _objections(asked: DeletionPlan, leave: Leave) -> list[str]:
@@ -239,7 +247,7 @@ def _reason(asked: DeletionPlan, leave: Leave, *, command: str) -> str:
             f"--dry-run to preview `{command}`"
         )
     if not leave.yes:
-        for line in _lines(asked):
+        for line in _format_deletion(asked):
             click.echo(printable(line), err=True)
     reason = leave.reason.strip()
     if len(reason) > _MOST_REASON:
@@ -252,13 +260,13 @@ def _reason(asked: DeletionPlan, leave: Leave, *, command: str) -> str:
     return reason or "a person dropped it"
 
 
-def _lines(asked: DeletionPlan) -> list[str]:
+def _format_deletion(asked: DeletionPlan) -> list[str]:
     entry, after = asked.entry, asked.goes_on_from
     what = f"drops {', '.join(asked.components)} of" if asked.components else "deletes"
     marks = "; ".join(
         [*asked.keeps, *(["the run would resume from it"] if asked.is_latest else [])]
     )
-    lines = [f"{what} {entry.folder}: step {entry.step}, {size(asked.nbytes)}"]
+    lines = [f"{what} {entry.folder}: step {entry.step}, {format_nbytes(asked.nbytes)}"]
     lines += [f"{marks}"] if marks else []
     if asked.is_latest:
         lines.append(
@@ -269,7 +277,7 @@ def _lines(asked: DeletionPlan) -> list[str]:
     return lines
 
 
-def _answer(
+def _build_removal_answer(
     store: Store,
     asked: DeletionPlan,
     leave: Leave,
@@ -293,14 +301,14 @@ def _answer(
         warnings=tuple(warnings),
     )
     if is_done:
-        end = f"done; {size(asked.nbytes)} freed"
+        end = f"done; {format_nbytes(asked.nbytes)} freed"
     elif kept_because is None:
-        end = f"{size(asked.nbytes)} would be freed; nothing was deleted"
+        end = f"{format_nbytes(asked.nbytes)} would be freed; nothing was deleted"
     else:
         end = f"nothing was deleted: {kept_because}"
     is_kept = kept_because is not None
     return Answer(
         document=document,
-        parts=[*_lines(asked), end],
+        parts=[*_format_deletion(asked), end],
         code=Code.FOUND if is_kept else Code.OK,
     )

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.training import ChildLived, RunEnd
-from holdfast.cli.output import Code, TextTable, aligned, give_line, say
+from holdfast.cli.output import Code, TextTable, aligned, give_line, write_message
 from holdfast.cli.supervisor import (
     ChildLife,
     ChildProcess,
@@ -20,7 +20,7 @@ from holdfast.cli.supervisor import (
     signal_name,
     supervise,
 )
-from holdfast.cli.target import opened, unlocked
+from holdfast.cli.target import open_root_store, unlocked
 from holdfast.errors import FormatError, SealError, StoreError, UsageError
 from holdfast.policy.clock import Unit, parse
 from holdfast.root.address import expect_writable, split_source
@@ -50,35 +50,35 @@ class Restarts:
             )
         return RestartLimits(
             max_failures=self.max_failures,
-            backoff_s=_seconds(self.backoff, "--backoff"),
-            backoff_max_s=_seconds(self.backoff_max, "--backoff-max"),
+            backoff_s=_parse_seconds(self.backoff, "--backoff"),
+            backoff_max_s=_parse_seconds(self.backoff_max, "--backoff-max"),
             requeue_code=self.requeue_code,
-            progress_after_s=_seconds(self.progress_after or "10min", "--progress-after"),
+            progress_after_s=_parse_seconds(self.progress_after or "10min", "--progress-after"),
         )
 
 
 def run_command(command: Sequence[str], restarts: Restarts, *, as_json: bool) -> int:
     """Run a command until it succeeds, is stopped, or makes no progress; return the exit code."""
     limits = restarts.limits()
-    head = None if restarts.root is None else _head_of(_open(restarts.root))
-    tell = _report_json if as_json else _report
-    with ChildProcess(command, grace_s=_seconds(restarts.grace, "--grace")) as child:
+    head = None if restarts.root is None else _head_of(_open_new_root(restarts.root))
+    tell = _report_json if as_json else _report_life
+    with ChildProcess(command, grace_s=_parse_seconds(restarts.grace, "--grace")) as child:
         result = supervise(child, limits, head=head, tell=tell)
     code = Code.GAVE_UP if result.outcome is SupervisionOutcome.GAVE_UP else result.code
     if as_json:
-        give_line(of(RunEnd, {"summary": _summary(result, code)}))
+        give_line(make_answer(RunEnd, {"summary": _summary(result, code)}))
     elif len(result.lives) > 1 or result.outcome is SupervisionOutcome.GAVE_UP:
-        _show(result)
+        _print_result(result)
     return code
 
 
-def _seconds(text: str, option: str) -> float:
+def _parse_seconds(text: str, option: str) -> float:
     if text in ("0", "0s"):
         return 0.0
     return float(parse(text, what=option, units={Unit.SECOND}).value)
 
 
-def _open(root: str) -> Store:
+def _open_new_root(root: str) -> Store:
     """Open the store of a root that may not exist yet: the command may create it."""
     expect_writable(root)
     name, which = split_source(root)
@@ -86,7 +86,7 @@ def _open(root: str) -> Store:
         raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
     from holdfast.encryption.store import bare
 
-    store = unlocked(opened(name))
+    store = unlocked(open_root_store(name))
     if isinstance(bare(store), MemoryStore):
         raise UsageError(f"--root {root!r}: another process cannot see it; use a folder or a URL")
     return store
@@ -97,18 +97,18 @@ def _head_of(store: Store) -> Callable[[], int | None]:
         try:
             entry = Catalog(store).latest()
         except (StoreError, FormatError, SealError) as error:
-            say(f"cannot read the head of the run: {error}")
+            write_message(f"cannot read the head of the run: {error}")
             return None
         return None if entry is None else entry.step
 
     return head
 
 
-def _report(life: ChildLife) -> None:
+def _report_life(life: ChildLife) -> None:
     if life.restart_in_s is None:
         return
     progress = "" if life.has_progressed else f", no progress ({life.failures} in a row)"
-    say(
+    write_message(
         f"session {life.number} ended: {life.ending}, after {life.ending.duration_s:.1f} s, "
         f"{_steps(life)}{progress}; next in {life.restart_in_s:.1f} s"
     )
@@ -117,18 +117,18 @@ def _report(life: ChildLife) -> None:
 def _steps(life: ChildLife) -> str:
     if life.from_step is None and life.to_step is None:
         return "no step known"
-    return f"step {_step(life.from_step)} to {_step(life.to_step)}"
+    return f"step {_format_step(life.from_step)} to {_format_step(life.to_step)}"
 
 
-def _step(step: int | None) -> str:
+def _format_step(step: int | None) -> str:
     return "-" if step is None else str(step)
 
 
 def _report_json(life: ChildLife) -> None:
-    give_line(of(ChildLived, _document(life)))
+    give_line(make_answer(ChildLived, _encode_child_life(life)))
 
 
-def _document(life: ChildLife) -> dict[str, Any]:
+def _encode_child_life(life: ChildLife) -> dict[str, Any]:
     returncode = life.ending.returncode
     is_signal = returncode is not None and returncode < 0
     return {
@@ -152,11 +152,11 @@ def _summary(result: Supervised, code: int) -> dict[str, Any]:
         "code": int(code),
         "from_step": result.lives[0].from_step,
         "to_step": result.lives[-1].to_step,
-        "lives": [_document(life) for life in result.lives],
+        "lives": [_encode_child_life(life) for life in result.lives],
     }
 
 
-def _show(result: Supervised) -> None:
+def _print_result(result: Supervised) -> None:
     table = TextTable(
         columns=("session", "ended with", "seconds", "from step", "to step", "progress"),
         rows=[_row(life) for life in result.lives],
@@ -164,7 +164,7 @@ def _show(result: Supervised) -> None:
     )
     for line in aligned(table):
         click.echo(line, err=True)
-    say(_verdict(result))
+    write_message(_verdict(result))
 
 
 def _row(life: ChildLife) -> tuple[str, ...]:
@@ -172,8 +172,8 @@ def _row(life: ChildLife) -> tuple[str, ...]:
         str(life.number),
         str(life.ending),
         f"{life.ending.duration_s:.1f}",
-        _step(life.from_step),
-        _step(life.to_step),
+        _format_step(life.from_step),
+        _format_step(life.to_step),
         "yes" if life.has_progressed else "no",
     )
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.training import Save
-from holdfast.cli.output import Answer, printable, say
+from holdfast.cli.output import Answer, printable, write_message
 from holdfast.cli.target import open_root
-from holdfast.control.save_requests import answer_to, ask, is_open, new_id, withdraw
+from holdfast.control.save_requests import answer_to, is_open, new_id, put_save_request, withdraw
 from holdfast.errors import (
     DeadlineExceeded,
     FormatError,
@@ -43,16 +43,16 @@ def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer
     timeout_s = float(parse(timeout, what="--timeout", units={Unit.SECOND}).value)
     store = open_root(root)
     owner = _RunOwner(store)
-    owner.look()
+    owner.expect_live_owner()
     began = time.monotonic()
     request_id = new_id()
     name = layout.request_name(request_id)
     try:
-        ask(store, request_id, reason=reason, tags=tags)
+        put_save_request(store, request_id, reason=reason, tags=tags)
         with _waiting(owner):
-            answer = _wait(store, name, owner, timeout_s=timeout_s)
+            answer = _wait_for_answer(store, name, owner, timeout_s=timeout_s)
     except KeyboardInterrupt:
-        say("the request is withdrawn; a save that has started continues")
+        write_message("the request is withdrawn; a save that has started continues")
         raise
     finally:
         # However the wait ended, remove the request and its answer.
@@ -60,11 +60,11 @@ def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer
             withdraw(store, name)
     if answer.folder is None:
         raise RequestFailed(f"{store.url}: not saved: {answer.error}")
-    return _saved(store, answer.folder, tags, waited_s=time.monotonic() - began)
+    return _format_saved(store, answer.folder, tags, waited_s=time.monotonic() - began)
 
 
-def _saved(store: Store, folder: str, tags: Sequence[str], *, waited_s: float) -> Answer:
-    step = _step(store, folder)
+def _format_saved(store: Store, folder: str, tags: Sequence[str], *, waited_s: float) -> Answer:
+    step = _read_saved_step(store, folder)
     document = {
         "root": store.url,
         "folder": folder,
@@ -73,10 +73,10 @@ def _saved(store: Store, folder: str, tags: Sequence[str], *, waited_s: float) -
         "waited_s": waited_s,
     }
     suffix = "" if step is None else f"  step {step}"
-    return Answer(document=of(Save, document), parts=[f"{folder}{suffix}"])
+    return Answer(document=make_answer(Save, document), parts=[f"{folder}{suffix}"])
 
 
-def _step(store: Store, folder: str) -> int | None:
+def _read_saved_step(store: Store, folder: str) -> int | None:
     """Return the step of the new checkpoint; None if retention has already deleted it."""
     with suppress(FormatError, SealError, StoreError):
         register = Catalog(store).read(folder)
@@ -85,14 +85,16 @@ def _step(store: Store, folder: str) -> int | None:
     return None
 
 
-def _wait(store: Store, name: str, owner: _RunOwner, *, timeout_s: float) -> AnswerRecord:
+def _wait_for_answer(
+    store: Store, name: str, owner: _RunOwner, *, timeout_s: float
+) -> AnswerRecord:
     deadline = time.monotonic() + timeout_s
     next_look = time.monotonic() + _OWNER_S
     pause = threading.Event()
     while True:
         # In this order: the owner puts the answer before it removes the request.
         was_open = is_open(store, name)
-        answer = _answer(store, name)
+        answer = _read_answer(store, name)
         if answer is not None:
             return answer
         if not was_open:
@@ -116,16 +118,16 @@ def _look_at_owner(store: Store, name: str, owner: _RunOwner) -> AnswerRecord | 
     with suppress(TransientStoreError):
         store.refresh_folder(layout.REQUESTS)
     try:
-        owner.look()
+        owner.expect_live_owner()
     except NotOwned as error:
-        answer = _answer(store, name)
+        answer = _read_answer(store, name)
         if answer is not None:
             return answer
         raise RequestFailed(f"{error}. It ended before it saved") from error
     return None
 
 
-def _answer(store: Store, name: str) -> AnswerRecord | None:
+def _read_answer(store: Store, name: str) -> AnswerRecord | None:
     try:
         return answer_to(store, name)
     except FormatError as error:
@@ -143,7 +145,7 @@ class _RunOwner:
         self.text = ""
         """Description of the process, for messages."""
 
-    def look(self) -> None:
+    def expect_live_owner(self) -> None:
         """Check the owner; raise `NotOwned` if no process owns the run or the owner is dead."""
         epoch = Catalog(self._store).highest_epoch()
         try:
@@ -161,9 +163,9 @@ class _RunOwner:
         if state == "dead":
             raise self._gone(writer, "is gone")
         if state == "unknown":
-            self._watch(writer, is_new=is_new)
+            self._check_heartbeat(writer, is_new=is_new)
 
-    def _watch(self, writer: WriterRecord, *, is_new: bool) -> None:
+    def _check_heartbeat(self, writer: WriterRecord, *, is_new: bool) -> None:
         """Check the heartbeat of an owner on another host; raise `NotOwned` if it has stopped."""
         now = time.monotonic()
         beat = _beat(self._store, writer.epoch)
@@ -172,7 +174,9 @@ class _RunOwner:
         elif now - self._beat_seen > WATCH_S:
             raise self._gone(writer, f"has shown no sign of life for {WATCH_S:.0f} s")
         if is_new:
-            say(f"{self.text}: on another host, so it may have ended; asking it all the same")
+            write_message(
+                f"{self.text}: on another host, so it may have ended; asking it all the same"
+            )
 
     def _gone(self, writer: WriterRecord, what: str) -> NotOwned:
         return NotOwned(

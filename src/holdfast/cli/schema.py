@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.answers.base import Document, of
+from holdfast.cli.answers.base import Document, make_answer
 from holdfast.cli.output import SCHEMA, Answer
 from holdfast.errors import UsageError
 
@@ -97,7 +97,7 @@ def show_schema(command: str) -> Answer:
     """Show the JSON Schema of a command's answer."""
     found = schema_of(command)
     text = json.dumps(found, indent=2)
-    return Answer(document=of(SchemaShown, {"schema": found}), parts=[text])
+    return Answer(document=make_answer(SchemaShown, {"schema": found}), parts=[text])
 
 
 def _all(root: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:

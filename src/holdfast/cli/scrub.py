@@ -87,13 +87,13 @@ def scrub(root: str, *, rate: str | None, place: Path | None) -> Answer:
     def keep(report: VerifyReport) -> None:
         now.reports.append(report)
         if place is not None:
-            _write(place, now)
+            _write_resume_file(place, now)
 
     with _paced_progress(limit) as progress:
         found = verify_root(store, progress=progress, keeps=True, known=known, told=keep)
     if place is not None:
         now.ended = utc_now()
-        _write(place, now)
+        _write_resume_file(place, now)
     answer = answer_of(store, found)
     verified = answer.document
     assert isinstance(verified, Verify)
@@ -161,7 +161,7 @@ def _begun(place: Path | None, root: str) -> PassProgress:
             raise UsageError(f"--resume {place}: not a file of `holdfast scrub`: too large")
         found = msgspec.json.decode(place.read_bytes(), type=PassProgress)
     except FileNotFoundError:
-        _write(place, fresh)  # it cannot be written: say so before hours of reading
+        _write_resume_file(place, fresh)  # it cannot be written: say so before hours of reading
         return fresh
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise UsageError(
@@ -183,7 +183,7 @@ def _expect_outside(place: Path, root: str, *, is_local: bool) -> None:
         raise UsageError(f"--resume {place}: must not lie in the root, where only a run writes")
 
 
-def _write(place: Path, now: PassProgress) -> None:
+def _write_resume_file(place: Path, now: PassProgress) -> None:
     """Replace the file of `--resume` atomically."""
     try:
         descriptor, temporary = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.checkpoints import Show
 from holdfast.cli.documents import codecs, details_document, nbytes_left
-from holdfast.cli.output import Answer, TextTable, number, size
+from holdfast.cli.output import Answer, TextTable, format_nbytes, number
 from holdfast.cli.target import open_target, read_entry
 from holdfast.errors import CorruptData
 from holdfast.format import layout
@@ -30,12 +30,12 @@ def show(target: str, *, tensors: bool) -> Answer:
         "root": store.url,
         "checkpoint": {**details_document(store, entry), "folder": folder},
     }
-    parts = _parts(store, entry, folder)
+    parts = _format_checkpoint(store, entry, folder)
     if tensors:
         index = _read_index(store, folder, entry)
         document["tensors"] = _tensor_documents(index)
         parts.append(_tensor_table(index))
-    return Answer(document=of(Show, document), parts=parts)
+    return Answer(document=make_answer(Show, document), parts=parts)
 
 
 def _read_index(store: Store, folder: str, entry: Entry) -> Index:
@@ -47,14 +47,14 @@ def _read_index(store: Store, folder: str, entry: Entry) -> Index:
     return decode_index(data, files=entry.manifest.files, what=f"{store.url}/{key}")
 
 
-def _parts(store: Store, entry: Entry, folder: str) -> list[str | TextTable]:
+def _format_checkpoint(store: Store, entry: Entry, folder: str) -> list[str | TextTable]:
     manifest = entry.manifest
     facts = {
         "folder": folder,
         "step": str(entry.step),
         "at": _position(manifest.timestamp),
         "created": f"{manifest.created} ({manifest.reason}, {manifest.save_class})",
-        "size": _size(store, entry),
+        "size": _format_size(store, entry),
         "writer": f"{manifest.epoch}, save {manifest.sequence}, id {manifest.save_id}",
         "resumed from": "" if manifest.parent is None else manifest.parent.folder,
         "asked for by": ", ".join(manifest.savers),
@@ -66,10 +66,12 @@ def _parts(store: Store, entry: Entry, folder: str) -> list[str | TextTable]:
         "being deleted": "yes" if entry.marks.retired else "",
         "metrics": ", ".join(f"{k} {number(v)}" for k, v in sorted(manifest.metrics.items())),
         "best by": ", ".join(f"{item.metric} ({item.mode})" for item in manifest.best),
-        "numerics": _pairs(manifest.numerics),
-        "environment": _pairs({n: v for n, v in manifest.environment.items() if n != _IMPORTED}),
+        "numerics": _format_members(manifest.numerics),
+        "environment": _format_members(
+            {n: v for n, v in manifest.environment.items() if n != _IMPORTED}
+        ),
         "imported from": _origin(manifest.environment.get(_IMPORTED)),
-        "config": _pairs(manifest.config),
+        "config": _format_members(manifest.config),
         "took": ", ".join(f"{k} {v:.3f}" for k, v in manifest.timings.items()),
     }
     width = max(map(len, facts))
@@ -88,14 +90,16 @@ def _origin(imported: Any) -> str:
     return f"{imported.get('from')} ({imported.get('format')}){more}"
 
 
-def _size(store: Store, entry: Entry) -> str:
+def _format_size(store: Store, entry: Entry) -> str:
     manifest, left = entry.manifest, nbytes_left(store, entry)
     made = codecs(manifest)
-    plain = f", {size(manifest.plain_nbytes)} before {' and '.join(made)}" if made else ""
+    plain = f", {format_nbytes(manifest.plain_nbytes)} before {' and '.join(made)}" if made else ""
     if left == manifest.nbytes:
-        return f"{size(left)} in {len(manifest.files)} files{plain}"
+        return f"{format_nbytes(left)} in {len(manifest.files)} files{plain}"
     dropped = ", ".join(entry.marks.thinned)
-    return f"{size(left)} left of {size(manifest.nbytes)}{plain}; dropped: {dropped}"
+    return (
+        f"{format_nbytes(left)} left of {format_nbytes(manifest.nbytes)}{plain}; dropped: {dropped}"
+    )
 
 
 def _position(at: Timestamp) -> str:
@@ -104,7 +108,7 @@ def _position(at: Timestamp) -> str:
     return ", ".join([*texts, f"{at.wall_s:.1f} s of training"])
 
 
-def _pairs(values: Mapping[str, Any]) -> str:
+def _format_members(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
@@ -117,8 +121,8 @@ def _component_table(entry: Entry) -> TextTable:
                 name,
                 part.kind,
                 str(part.num_tensors),
-                size(part.nbytes),
-                size(sum(files[file].stored_nbytes for file in part.files)),
+                format_nbytes(part.nbytes),
+                format_nbytes(sum(files[file].stored_nbytes for file in part.files)),
                 ", ".join(part.files),
             )
             for name, part in entry.manifest.components.items()
@@ -158,7 +162,7 @@ def _tensor_table(index: Index) -> TextTable:
                 f"{component}.{entry.key}",
                 entry.dtype,
                 "×".join(map(str, entry.shape)) or "scalar",
-                size(sum(shard.nbytes for shard in entry.shards)),
+                format_nbytes(sum(shard.nbytes for shard in entry.shards)),
                 ", ".join(dict.fromkeys(shard.file for shard in entry.shards)),
             )
             for component, entries in index.components.items()

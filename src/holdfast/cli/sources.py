@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from holdfast.cli.child import open_limited
-from holdfast.cli.output import say
-from holdfast.cli.target import opened
+from holdfast.cli.output import write_message
+from holdfast.cli.target import open_root_store
 from holdfast.errors import UsageError, listing
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.format.tensors import TensorSpec
@@ -18,7 +18,7 @@ from holdfast.root.address import split_source
 def open_named(text: str) -> Source:
     """Open a source, with the keys that were named before the command."""
     if "://" in text:
-        opened(split_source(text)[0])
+        open_root_store(split_source(text)[0])
     return open_limited(text)
 
 
@@ -27,14 +27,14 @@ def open_read(text: str) -> Source:
     source = open_named(text)
     if lost := lost_tensors(source):
         lines = [f"{one.path}: {one.why}" for one in lost]
-        say(f"{source.url}: holds tensors that cannot be read:\n{listing(lines)}")
+        write_message(f"{source.url}: holds tensors that cannot be read:\n{listing(lines)}")
     return source
 
 
-def chosen(source: Source, components: Collection[str]) -> tuple[str, ...]:
+def choose_components(source: Source, components: Collection[str]) -> tuple[str, ...]:
     """Return the named components, or all."""
     for name in components:
-        source.part(name)
+        source.get_component(name)
     return tuple(components or source.parts)
 
 

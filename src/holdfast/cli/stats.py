@@ -11,7 +11,7 @@ import msgspec
 
 from holdfast.cli.drawing import expect_drawable, save_figure
 from holdfast.cli.output import Answer, TextTable, number, progress_bar
-from holdfast.cli.sources import chosen, open_read, split_name
+from holdfast.cli.sources import choose_components, open_read, split_name
 from holdfast.cli.target import named_file_key, named_keys
 from holdfast.errors import UsageError
 from holdfast.interop.comparing.statistics import TensorStats, stats_of
@@ -60,7 +60,7 @@ def stats(
     if plot is not None:
         expect_drawable(plot, "--plot")
     with Forks() as forks, open_read(text) as source:
-        names = chosen(source, components)
+        names = choose_components(source, components)
         found = tuple(_with_progress(source, _wanted(source, names, tensors), forks))
         answer = StatsAnswer(
             source=source.url,
@@ -69,7 +69,7 @@ def stats(
             tensors=found,
             plot=None if plot is None else str(plot),
         )
-    parts: list[str | TextTable] = [_table(found), *_warnings(found)]
+    parts: list[str | TextTable] = [_make_statistics_table(found), *_warnings(found)]
     if plot is not None:
         _draw(found, plot, title=answer.source)
         parts.append(f"{plot}: exponents of {min(len(found), _MAX_PANELS)} tensors")
@@ -131,7 +131,7 @@ def _stats_of_share(url: str, wanted: Sequence[_Tensor], num_threads: int) -> It
         yield from stats_of(source, wanted, num_threads=num_threads)
 
 
-def _table(found: Sequence[TensorStats]) -> TextTable:
+def _make_statistics_table(found: Sequence[TensorStats]) -> TextTable:
     heading, histograms = _histograms(found)
     columns = ("tensor", "dtype", "norm", "min", "max", "mean", "zeros", "dead rows", "odd")
     return TextTable(

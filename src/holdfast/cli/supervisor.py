@@ -144,7 +144,7 @@ class Supervised:
 class Child(Protocol):
     """Interface of a supervised process, which also handles the signals."""
 
-    def live(self) -> ChildEnding:
+    def run_to_end(self) -> ChildEnding:
         """Start the process, and wait for its end."""
         ...
 
@@ -174,7 +174,7 @@ def supervise(
     step = None if head is None else head()
     highest, failures = -1 if step is None else step, 0
     while True:
-        ending = child.live()
+        ending = child.run_to_end()
         before, step = step, None if head is None else head()
         if head is None:
             has_progressed = ending.duration_s >= limits.progress_after_s
@@ -270,7 +270,7 @@ class ChildProcess:
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
 
-    def live(self) -> ChildEnding:
+    def run_to_end(self) -> ChildEnding:
         """Start the command and wait for its end; forward signals meanwhile.
 
         The first signal starts the grace period, at whose end the whole process group is killed.
@@ -294,7 +294,7 @@ class ChildProcess:
         has_succeeded = code == 0
         if not has_succeeded and not died_asked:
             # Before the leader is reaped: its number cannot be another's yet.
-            group.send(signal.SIGKILL)
+            group.send_signal(signal.SIGKILL)
         returncode = process.wait()
         if not has_succeeded:
             self._wait_for_others(group, stop, is_graceful=died_asked)
@@ -318,26 +318,26 @@ class ChildProcess:
         """Return the exit status, or less the number of the signal that ended the child."""
         while (code := _exit_code(process)) is None:
             if stop.is_over:
-                group.send(signal.SIGKILL)
+                group.send_signal(signal.SIGKILL)
                 self._signals(_POLL_S)
             else:
-                self._forward(group, stop, stop.left_s)
+                self._forward_signals(group, stop, stop.left_s)
         return code
 
     def _wait_for_others(self, group: _ProcessGroup, stop: _Grace, *, is_graceful: bool) -> None:
         """Wait for the group's other processes, as a shell's training; kill those that stay."""
         while is_graceful and not group.is_gone() and not stop.is_over:
-            self._forward(group, stop, _POLL_S)
+            self._forward_signals(group, stop, _POLL_S)
         if not group.is_gone():
-            group.send(signal.SIGKILL)
+            group.send_signal(signal.SIGKILL)
         until = time.monotonic() + _LEFTOVERS_S
         while not group.is_gone() and time.monotonic() < until:
-            self._forward(group, stop, _POLL_S)
+            self._forward_signals(group, stop, _POLL_S)
 
-    def _forward(self, group: _ProcessGroup, stop: _Grace, timeout_s: float | None) -> None:
+    def _forward_signals(self, group: _ProcessGroup, stop: _Grace, timeout_s: float | None) -> None:
         for number in self._signals(timeout_s):
-            stop.begin(number)
-            group.send(number)
+            stop.start_grace_period(number)
+            group.send_signal(number)
 
     def _signals(self, timeout_s: float | None) -> Iterator[int]:
         """Wait for a signal of any kind; return the stop signals since the last call."""
@@ -359,7 +359,7 @@ class _Grace:
         self._until = math.inf
         self.first: int | None = None
 
-    def begin(self, number: int) -> None:
+    def start_grace_period(self, number: int) -> None:
         """Start the grace period at the first signal; no-op at later ones."""
         if self.first is None:
             self.first = number
@@ -382,7 +382,7 @@ class _ProcessGroup:
     def __init__(self, number: int) -> None:
         self._number = number
 
-    def send(self, number: int) -> None:
+    def send_signal(self, number: int) -> None:
         """Send a signal to all processes left in the group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._number, number)

@@ -41,7 +41,7 @@ PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
 """Value of `--timeout`: how long an object store may leave requests unanswered."""
 
 
-def opened(root: str) -> Store:
+def open_root_store(root: str) -> Store:
     """Open the store of a root; an object store must answer a first request within `--timeout`."""
     store = open_store(root)
     patience = parse(PATIENCE.get(), what="--timeout", units={Unit.SECOND})
@@ -66,7 +66,7 @@ def open_root(text: str) -> Store:
     root, which = split_source(text)
     if which is not None:
         raise UsageError(f"{text!r}: this command takes a whole root, without @{which}")
-    store = opened(root)
+    store = open_root_store(root)
     if isinstance(store, LocalStore):
         _expect_folder(store.url)
     if is_root(store):
@@ -86,11 +86,11 @@ def open_target(text: str) -> tuple[Store, str]:
     root, which = split_source(text)
     parent, folder = split_folder(root) if which is None else ("", "")
     if folder:
-        return unlocked(alone(opened(parent), folder)), folder
+        return unlocked(alone(open_root_store(parent), folder)), folder
     store = open_root(root)
     if which is not None and layout.parse_attempt(which) in Catalog(store).attempts():
         return store, which
-    return store, Catalog(store).resolve(which or "latest").folder
+    return store, Catalog(store).find_checkpoint(which or "latest").folder
 
 
 def read_entry(store: Store, folder: str) -> Entry:

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.output import Answer, TextTable, size
-from holdfast.cli.sources import chosen, items_of, open_read, shape_text, tensors_of
+from holdfast.cli.output import Answer, TextTable, format_nbytes
+from holdfast.cli.sources import choose_components, items_of, open_read, shape_text, tensors_of
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
-from holdfast.interop.comparing.trees import shown
+from holdfast.interop.comparing.trees import format_value
 from holdfast.interop.source import LeftOut, Source, SourceComponent
 
 
@@ -73,22 +73,22 @@ class TreeAnswer(msgspec.Struct, frozen=True):
 def show_tree(text: str, *, depth: int | None, components: Collection[str]) -> Answer:
     """Show the structure of a source; with `depth`, only so many levels below a component."""
     with open_read(text) as source:
-        names = chosen(source, components)
+        names = choose_components(source, components)
         answer = TreeAnswer(
             source=source.url,
             format=source.format,
             step=source.step,
-            components=tuple(_component(source, name) for name in names),
+            components=tuple(_describe_component(source, name) for name in names),
             left_out=tuple(source.left_out),
         )
         step = "" if source.step is None else f", step {source.step}"
         parts: list[str | TextTable] = [f"{source.url}  ({source.format}{step})"]
-        parts.append(_table(source, names, depth))
+        parts.append(_make_tree_table(source, names, depth))
         parts += [f"not carried over: {one.path}: {one.why}" for one in source.left_out]
     return Answer(document=answer, parts=parts)
 
 
-def _component(source: Source, name: str) -> ComponentTree:
+def _describe_component(source: Source, name: str) -> ComponentTree:
     part = source.parts[name]
     return ComponentTree(
         name=name,
@@ -100,7 +100,7 @@ def _component(source: Source, name: str) -> ComponentTree:
             for path, ref, spec in tensors_of(source, [name])
         ),
         values=tuple(
-            ValueLine(".".join(path), shown(value)) for path, value in _values(part.tree, ())
+            ValueLine(".".join(path), format_value(value)) for path, value in _values(part.tree, ())
         ),
     )
 
@@ -122,17 +122,17 @@ def _is_flat(node: Any) -> bool:
     return not any(items_of(one) or isinstance(one, TensorRef | ArrayRef) for one in node)
 
 
-def _table(source: Source, names: Collection[str], depth: int | None) -> TextTable:
+def _make_tree_table(source: Source, names: Collection[str], depth: int | None) -> TextTable:
     rows: list[tuple[str, ...]] = []
     for name in names:
         part = source.parts[name]
         nbytes = sum(spec.nbytes for spec in part.specs.values())
-        rows.append((name, part.kind, _count(part.specs, "tensor"), size(nbytes)))
-        rows += _rows(part, part.tree, 1, depth)
+        rows.append((name, part.kind, _format_count(part.specs, "tensor"), format_nbytes(nbytes)))
+        rows += _make_component_rows(part, part.tree, 1, depth)
     return TextTable(columns=("name", "type", "shape", "size"), rows=rows, right=frozenset({3}))
 
 
-def _rows(
+def _make_component_rows(
     part: SourceComponent, node: Any, level: int, depth: int | None
 ) -> Iterator[tuple[str, ...]]:
     if depth is not None and level > depth:
@@ -141,15 +141,15 @@ def _rows(
         label = "  " * level + name
         if isinstance(inner, TensorRef | ArrayRef):
             spec = part.specs[inner.key]
-            yield label, spec.dtype, shape_text(spec), size(spec.nbytes)
+            yield label, spec.dtype, shape_text(spec), format_nbytes(spec.nbytes)
         elif (items := items_of(inner)) and not _is_flat(inner):
             tensors = {ref.key for ref in _refs(inner)}
             nbytes = sum(part.specs[key].nbytes for key in tensors)
-            about = _count(tensors, "tensor") if tensors else _count(items, "value")
-            yield label, _kind(inner), about, size(nbytes) if tensors else ""
-            yield from _rows(part, inner, level + 1, depth)
+            about = _format_count(tensors, "tensor") if tensors else _format_count(items, "value")
+            yield label, _kind(inner), about, format_nbytes(nbytes) if tensors else ""
+            yield from _make_component_rows(part, inner, level + 1, depth)
         else:
-            yield label, type(inner).__name__, shown(inner), ""
+            yield label, type(inner).__name__, format_value(inner), ""
 
 
 def _refs(node: Any) -> Iterator[TensorRef | ArrayRef]:
@@ -163,5 +163,5 @@ def _kind(node: Any) -> str:
     return f"{node.kind} generator" if isinstance(node, GeneratorState) else type(node).__name__
 
 
-def _count(things: Sized, word: str) -> str:
+def _format_count(things: Sized, word: str) -> str:
     return f"1 {word}" if len(things) == 1 else f"{len(things)} {word}s"

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.uploads import UploadsAnswer
-from holdfast.cli.output import Answer, Code, TextTable, size
-from holdfast.cli.target import open_root, opened
+from holdfast.cli.output import Answer, Code, TextTable, format_nbytes
+from holdfast.cli.target import open_root, open_root_store
 from holdfast.encryption.store import bare
 from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Deleted, Manifest
 from holdfast.format.records import TiersRecord, UploadRecord
-from holdfast.root.byte_ranges import length, read_listing
+from holdfast.root.byte_ranges import get_stored_length, read_listing
 from holdfast.root.catalog import Catalog
 from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
@@ -49,8 +49,8 @@ def show_uploads(root: str) -> Answer:
     if tiers is None:
         raise NoCheckpoint(f"{store.url}: nothing is uploaded from here (see Tiered)")
     remote, unreachable = _remote(tiers)
-    notes = ledger.notes()
-    lines = [*_lines(store, remote, notes)]
+    notes = ledger.read_notes()
+    lines = [*_list_uploads(store, remote, notes)]
     waiting = [line for line in lines if line.state in _WAITING]
     document = {
         "root": store.url,
@@ -65,8 +65,8 @@ def show_uploads(root: str) -> Answer:
     }
     is_bad = any(line.state in ("failed", "refused") for line in lines)
     return Answer(
-        document=of(UploadsAnswer, document),
-        parts=_parts(document, lines),
+        document=make_answer(UploadsAnswer, document),
+        parts=_format_uploads(document, lines),
         code=Code.FOUND if is_bad else Code.OK,
     )
 
@@ -74,14 +74,14 @@ def show_uploads(root: str) -> Answer:
 def _remote(tiers: TiersRecord) -> tuple[Store | None, str | None]:
     """Open the remote root; return None and the reason if it cannot be read."""
     try:
-        remote = opened(tiers.remote)
+        remote = open_root_store(tiers.remote)
         remote.children()
     except HoldfastError as error:
         return None, str(error)
     return remote, None
 
 
-def _lines(
+def _list_uploads(
     store: Store, remote: Store | None, notes: Mapping[str, UploadRecord | None]
 ) -> Iterator[_Line]:
     for folder in map(str, Catalog(store).attempts()):
@@ -96,7 +96,7 @@ def _lines(
         yield _Line(
             folder=folder,
             step=listing.timestamp.step if isinstance(listing, Manifest) else None,
-            nbytes=sum(map(length, listing.files.values())),
+            nbytes=sum(map(get_stored_length, listing.files.values())),
             state=_remote_state(folder, remote, noted) or noted or "unknown",
             **_noted(note),
         )
@@ -143,7 +143,7 @@ _WORDS: Mapping[str, str] = {
 }
 
 
-def _parts(document: Mapping[str, Any], lines: list[_Line]) -> list[str | TextTable]:
+def _format_uploads(document: Mapping[str, Any], lines: list[_Line]) -> list[str | TextTable]:
     parts: list[str | TextTable] = [
         TextTable(
             columns=("step", "folder", "size", "upload", "sent", "tries"),
@@ -159,13 +159,13 @@ def _parts(document: Mapping[str, Any], lines: list[_Line]) -> list[str | TextTa
     ]
     parts.append(
         f"to {document['remote']}: {document['waiting']} waiting, "
-        f"{size(document['waiting_nbytes'])}"
+        f"{format_nbytes(document['waiting_nbytes'])}"
     )
     last = document["last"]
     if last is not None:
-        rate = size(int(last["nbytes"] / max(last["upload_s"], 1e-9)))
+        rate = format_nbytes(int(last["nbytes"] / max(last["upload_s"], 1e-9)))
         parts.append(
-            f"last: {last['folder']}, {size(last['nbytes'])} in {last['upload_s']:.1f} s "
+            f"last: {last['folder']}, {format_nbytes(last['nbytes'])} in {last['upload_s']:.1f} s "
             f"({rate}/s, {last['requests']} requests)"
         )
     if document["error"]:
@@ -180,8 +180,8 @@ def _row(line: _Line) -> tuple[str, ...]:
     return (
         "sealed" if line.step is None else str(line.step),
         line.folder,
-        size(line.nbytes),
+        format_nbytes(line.nbytes),
         _WORDS.get(line.state, line.state),
-        size(line.sent_nbytes or 0) if is_sent else "",
+        format_nbytes(line.sent_nbytes or 0) if is_sent else "",
         str(line.tries or ""),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.cli.answers.base import of
+from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.health import Verify
 from holdfast.cli.documents import (
     expect_something_opened,
@@ -11,7 +11,7 @@ from holdfast.cli.documents import (
     unread_documents,
     unread_line,
 )
-from holdfast.cli.output import Answer, Code, progress_bar, size
+from holdfast.cli.output import Answer, Code, format_nbytes, progress_bar
 from holdfast.cli.target import open_root, open_target
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.maintenance.verify import verify_kept, verify_root
@@ -23,7 +23,7 @@ from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 
 
-def check(target: str, *, seen: str | None = None, decode: bool = True) -> Answer:
+def verify_target(target: str, *, seen: str | None = None, decode: bool = True) -> Answer:
     """Verify one checkpoint, or all committed checkpoints of a root.
 
     Without `decode`, compressed files are compared as stored, and not decompressed.
@@ -40,7 +40,7 @@ def check(target: str, *, seen: str | None = None, decode: bool = True) -> Answe
         with progress_bar() as progress:
             root_report = verify_root(store, progress=progress, keeps=True, decode=decode)
         if known is not None:
-            known.expect(Catalog(store).latest(), where=store.url)
+            known.expect_no_rollback(Catalog(store).latest(), where=store.url)
         return answer_of(store, root_report)
     if known is not None:
         raise UsageError("--seen: takes a whole root, not one checkpoint")
@@ -56,7 +56,7 @@ def answer_of(store: Store, root_report: RootReport) -> Answer:
     if not root_report.checkpoints and not root_report.problems:
         aside = f" ({len(root_report.notes)} not committed)" if root_report.notes else ""
         raise NoCheckpoint(f"{store.url}: no checkpoints{aside}")
-    lines = [line for report in root_report.checkpoints for line in _lines(report)]
+    lines = [line for report in root_report.checkpoints for line in _format_verdict(report)]
     lines += [unread_line(folder, error) for folder, error in root_report.unopened]
     lines += [f"UNREADABLE  {problem}" for problem in root_report.problems]
     lines += [f"note: {note}" for note in root_report.notes]
@@ -68,7 +68,7 @@ def answer_of(store: Store, root_report: RootReport) -> Answer:
     verdict = f"{num_bad} bad" if num_bad else "every byte is intact"
     if num_unread:
         verdict = f"{num_bad} bad, {num_unread} could not be read"
-    nbytes = size(sum(report.nbytes for report in root_report.checkpoints))
+    nbytes = format_nbytes(sum(report.nbytes for report in root_report.checkpoints))
     lines.append(
         f"{len(root_report.checkpoints)} verified, {nbytes}: "
         + verdict
@@ -83,20 +83,20 @@ def answer_of(store: Store, root_report: RootReport) -> Answer:
         "notes": list(root_report.notes),
     }
     return Answer(
-        document=of(Verify, document),
+        document=make_answer(Verify, document),
         parts=lines,
         code=Code.OK if root_report.ok else Code.FOUND,
     )
 
 
-def _lines(report: VerifyReport) -> list[str]:
+def _format_verdict(report: VerifyReport) -> list[str]:
     verdict = "ok" if report.ok else "DAMAGED"
     if report.step is None and NOTE in report.notes:
-        lines = [f"{verdict:<10}  sealed  {report.folder}  {size(report.nbytes)}"]
+        lines = [f"{verdict:<10}  sealed  {report.folder}  {format_nbytes(report.nbytes)}"]
     elif report.step is None:
         lines = [f"UNREADABLE  {report.folder}"]
     else:
-        step, nbytes = f"step {report.step}", size(report.nbytes)
+        step, nbytes = f"step {report.step}", format_nbytes(report.nbytes)
         lines = [f"{verdict:<10}  {step}  {report.folder}  {nbytes}"]
     lines += [f"  {problem}" for problem in report.problems]
     return lines + [f"  note: {note}" for note in report.notes]

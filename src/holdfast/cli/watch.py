@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 import click
 import msgspec
 
-from holdfast.cli.output import Code, TextTable, aligned, give_line, printable, size
+from holdfast.cli.output import Code, TextTable, aligned, format_nbytes, give_line, printable
 from holdfast.cli.target import open_root
 from holdfast.encryption.store import bare
 from holdfast.errors import FormatError, NotFound, SealError, StoreError
@@ -23,7 +23,7 @@ from holdfast.ownership.claim import WATCH_S, is_closed
 from holdfast.ownership.process import liveness, utc_now
 from holdfast.policy.clock import Unit, parse
 from holdfast.policy.rules import recorded_time
-from holdfast.root.byte_ranges import Listing, length, read_listing
+from holdfast.root.byte_ranges import Listing, get_stored_length, read_listing
 from holdfast.root.catalog import Catalog, is_root
 from holdfast.root.documents import read_if_there
 from holdfast.root.upload_records import Ledger
@@ -116,7 +116,7 @@ def watch_root(root: str, *, every: str | None, once: bool, as_json: bool) -> in
     default = "2s" if store.has_folders else "10s"
     pause_s = float(parse(every or default, what="--every", units={Unit.SECOND}).value)
     watcher = Watcher(store)
-    state = watcher.look()
+    state = watcher.observe_root()
     if as_json or once or not sys.stdout.isatty():
         _print_changes(watcher, state, None if once else pause_s, as_json=as_json)
     else:
@@ -139,7 +139,7 @@ class Watcher:
         self._beat: tuple[int, bytes, float] = (0, b"", 0.0)
         """Epoch, last heartbeat and the time when it was first seen."""
 
-    def look(self) -> WatchedRun:
+    def observe_root(self) -> WatchedRun:
         """Look at the root now.
 
         Raises:
@@ -168,9 +168,9 @@ class Watcher:
             last_age_s=None if newest is None else _age_s(newest.created),
             nbytes=sum(found.nbytes for found in checkpoints),
             checkpoints=checkpoints,
-            saves=tuple(self._save(name) for name in saving),
+            saves=tuple(self._observe_save(name) for name in saving),
             left_behind=len(open_names) - len(saving),
-            uploads=self._uploads(),
+            uploads=self._observe_uploads(),
         )
 
     def _is_settled(self, folder: str) -> bool:
@@ -194,7 +194,7 @@ class Watcher:
         except SealError:
             return read_listing(bare(self._store), folder)
 
-    def _save(self, name: AttemptName) -> WatchedSave:
+    def _observe_save(self, name: AttemptName) -> WatchedSave:
         nbytes = sum(info.nbytes for info in self._store.list(f"{name}/"))
         return WatchedSave(folder=str(name), nbytes=nbytes)
 
@@ -211,10 +211,10 @@ class Watcher:
             host=claim.process.host,
             pid=claim.process.pid,
             since=claim.created,
-            state=self._state(claim),
+            state=self._find_owner_state(claim),
         )
 
-    def _state(self, claim: WriterRecord) -> str:
+    def _find_owner_state(self, claim: WriterRecord) -> str:
         if is_closed(self._store, claim.epoch):
             return "closed"
         state = liveness(claim.process)
@@ -227,7 +227,7 @@ class Watcher:
             return "alive" if epoch == claim.epoch else "unknown"
         return "silent" if self._clock() - since_s > WATCH_S else "alive" if last else "unknown"
 
-    def _uploads(self) -> tuple[WatchedUpload, ...]:
+    def _observe_uploads(self) -> tuple[WatchedUpload, ...]:
         return tuple(
             WatchedUpload(
                 folder=folder,
@@ -247,7 +247,7 @@ def _checkpoint(folder: str, listing: Listing) -> WatchedCheckpoint:
     return WatchedCheckpoint(
         folder=folder,
         step=None if manifest is None else manifest.timestamp.step,
-        nbytes=sum(map(length, listing.files.values())),
+        nbytes=sum(map(get_stored_length, listing.files.values())),
         created=listing.created,
         reason="" if manifest is None else manifest.reason,
     )
@@ -270,14 +270,14 @@ def _print_changes(
             if as_json:
                 give_line(msgspec.to_builtins(state))
             else:
-                click.echo("\n".join(_lines(state)))
+                click.echo("\n".join(_format_run(state)))
                 sys.stdout.flush()
             shown = state
         if pause_s is None:
             return
         time.sleep(pause_s)
         with suppress(StoreError):  # looked at again after the next pause
-            state = watcher.look()
+            state = watcher.observe_root()
 
 
 def _unlike(one: WatchedRun, other: WatchedRun) -> bool:
@@ -289,18 +289,18 @@ def _show_live(watcher: Watcher, state: WatchedRun, pause_s: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    with Live(Text("\n".join(_lines(state))), auto_refresh=False, screen=False) as live:
+    with Live(Text("\n".join(_format_run(state))), auto_refresh=False, screen=False) as live:
         while True:
             time.sleep(pause_s)
             trouble: list[str] = []
             try:
-                state = watcher.look()
+                state = watcher.observe_root()
             except StoreError as error:
                 trouble = ["", printable(f"cannot be looked at now: {error}")]
-            live.update(Text("\n".join([*_lines(state), *trouble])), refresh=True)
+            live.update(Text("\n".join([*_format_run(state), *trouble])), refresh=True)
 
 
-def _lines(state: WatchedRun) -> list[str]:
+def _format_run(state: WatchedRun) -> list[str]:
     owner = state.owner
     who = "no process owns the run"
     if owner is not None:
@@ -309,29 +309,33 @@ def _lines(state: WatchedRun) -> list[str]:
     past = "" if state.last_age_s is None else f", {age(state.last_age_s)} ago"
     table = TextTable(
         columns=("step", "folder", "size", "saved (UTC)", "why"),
-        rows=[*_rows(state)],
+        rows=[*_make_checkpoint_rows(state)],
         right=frozenset({0, 2}),
     )
     lines = [
         f"{state.root}  {state.at[:19].replace('T', ' ')}",
         who,
-        f"last: {step}{past}; {len(state.checkpoints)} checkpoints, {size(state.nbytes)}",
+        f"last: {step}{past}; {len(state.checkpoints)} checkpoints, {format_nbytes(state.nbytes)}",
         *([f"left behind by killed saves: {state.left_behind}"] if state.left_behind else []),
     ]
     return [*map(printable, lines), *aligned(table)]
 
 
-def _rows(state: WatchedRun) -> list[tuple[str, ...]]:
+def _make_checkpoint_rows(state: WatchedRun) -> list[tuple[str, ...]]:
     uploads = {upload.folder: upload for upload in state.uploads}
     rows: list[tuple[str, ...]] = [
-        ("", save.folder, size(save.nbytes), "under way", "") for save in state.saves
+        ("", save.folder, format_nbytes(save.nbytes), "under way", "") for save in state.saves
     ]
     for found in state.checkpoints[:_MOST_SHOWN]:
         upload = uploads.get(found.folder)
-        sent = f"; upload {upload.state}, {size(upload.sent_nbytes)} sent" if upload else ""
+        sent = (
+            f"; upload {upload.state}, {format_nbytes(upload.sent_nbytes)} sent" if upload else ""
+        )
         step = "?" if found.step is None else str(found.step)
         created = found.created[:19].replace("T", " ")
-        rows.append((step, found.folder, size(found.nbytes), created, f"{found.reason}{sent}"))
+        rows.append(
+            (step, found.folder, format_nbytes(found.nbytes), created, f"{found.reason}{sent}")
+        )
     more = len(state.checkpoints) - _MOST_SHOWN
     if more > 0:
         rows.append(("", f"… and {more} older", "", "", ""))

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.errors import HoldfastError, RanksError, RanksSilent
-from holdfast.ranks.coordinator import Coordinator, RankFailure, decoded
+from holdfast.ranks.coordinator import Coordinator, RankFailure, decode_message
 from holdfast.ranks.waiting import Watch
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ class SaveStepAgreement:
         """Whether a wish is on its way."""
         return self._asked is not None
 
-    def ask(self, wish: bytes, *, timeout_s: float = inf) -> None:
+    def propose_wish(self, wish: bytes, *, timeout_s: float = inf) -> None:
         """Have all ranks get a wish at one of the next calls; in the leader, one at a time.
 
         The ranks have `timeout_s` to answer, and no longer than for anything else.
@@ -86,10 +86,10 @@ class SaveStepAgreement:
             self._asked, self._answer_s = wish, min(timeout_s, self._timeout_s)
             self._changed.notify_all()
 
-    def look(self) -> bytes | None:
+    def count_call(self) -> bytes | None:
         """Count a call; return the wish whose position it is, on every rank."""
         if self._started_s is None:
-            self._start()
+            self._start_thread()
         with self._changed:
             self._count += 1
             if self._count < self._limit and (self._asked is None or self._error is None):
@@ -101,7 +101,7 @@ class SaveStepAgreement:
         with self._changed:
             self._count += 1
 
-    def close(self) -> None:
+    def leave_agreement(self) -> None:
         """End the agreement of this rank, without waiting for other ranks."""
         with self._changed:
             self._has_ended = True
@@ -122,15 +122,15 @@ class SaveStepAgreement:
         self._changed.notify_all()
         return agreed
 
-    def _start(self) -> None:
+    def _start_thread(self) -> None:
         self._started_s = time.monotonic()
         if self._ranks.world_size > 1:
-            Thread(target=self._run, name="holdfast-agreed", daemon=True).start()
+            Thread(target=self._agree_until_closed, name="holdfast-agreed", daemon=True).start()
 
-    def _run(self) -> None:
+    def _agree_until_closed(self) -> None:
         try:
             number = 0
-            while (self._lead if self._ranks.is_leader else self._follow)(number):
+            while (self._lead if self._ranks.is_leader else self._answer_question)(number):
                 number += 1
         except HoldfastError as error:
             with self._changed:
@@ -151,23 +151,23 @@ class SaveStepAgreement:
             return False
         try:
             self._ranks.announce(question, b"where", timeout_s=self._timeout_s)
-            self._answer(answers)
+            self._send_promise(answers)
             # Later answers may be late for another reason: a wish that is not reached yet.
             watch = Watch(self._warn, "maybe_save", answers if number == 0 else None)
             found = self._ranks.collect(answers, timeout_s=self._answer_s, watch=watch)
             posts = found.expect_all(answers)
-            agreed = _AgreedStep(max(decoded(post, int, answers) for post in posts), wish)
+            agreed = _AgreedStep(max(decode_message(post, int, answers) for post in posts), wish)
         except HoldfastError as error:
-            failure = RankFailure.of(error, phase="agreeing on a step to save at")
+            failure = RankFailure.from_error(error, phase="agreeing on a step to save at")
             with suppress(HoldfastError):
                 self._ranks.fail(place, failure, timeout_s=_FAIL_S)
             raise
         data = msgspec.msgpack.encode(agreed)
         self._ranks.announce(place, data, timeout_s=self._timeout_s)
-        self._settle(agreed)
+        self._set_agreed(agreed)
         return True
 
-    def _follow(self, number: int) -> bool:
+    def _answer_question(self, number: int) -> bool:
         """Wait for a question, and answer it; return False when there will be no other."""
         question, answers, place = self._tags(number)
         while True:
@@ -179,17 +179,17 @@ class SaveStepAgreement:
                 break
             except RanksSilent:
                 continue  # nothing is asked
-        self._answer(answers)
+        self._send_promise(answers)
         watch = Watch(self._warn, "maybe_save")
         said = self._ranks.hear(place, timeout_s=self._timeout_s, watch=watch)
-        self._settle(decoded(said, _AgreedStep, place))
+        self._set_agreed(decode_message(said, _AgreedStep, place))
         return True
 
     def _tags(self, number: int) -> tuple[str, str, str]:
         name = f"question {number} of agreement {self._manager}"
         return name, f"{name}, where the ranks are", f"{name}, where they save"
 
-    def _answer(self, tag: str) -> None:
+    def _send_promise(self, tag: str) -> None:
         if self._has_ended:
             failure = RankFailure("agreeing on a step to save at", "its manager was closed")
             self._ranks.fail(tag, failure, timeout_s=_FAIL_S)
@@ -207,7 +207,7 @@ class SaveStepAgreement:
             self._limit = self._count + max(int(pace * MARGIN_S), _MIN_MARGIN)
             return self._limit
 
-    def _settle(self, agreed: _AgreedStep) -> None:
+    def _set_agreed(self, agreed: _AgreedStep) -> None:
         with self._changed:
             if agreed.position < self._limit:
                 self._error = RanksError(
@@ -228,19 +228,19 @@ class SignalAlarm:
         self.received: str | None = None
         """Name of the first signal of a follower, in the leader."""
 
-    def look(self, received: str | None) -> None:
+    def share_signal(self, received: str | None) -> None:
         """Begin to listen, in the leader; tell it, in a follower, of a signal of this process."""
         if not self._has_begun and self._ranks.is_leader:
             self._has_begun = True
             Thread(target=self._listen, name="holdfast-signals", daemon=True).start()
         elif received is not None and not self._ranks.is_leader:
-            self._say(received)
+            self._post_signal_once(received)
 
-    def close(self) -> None:
+    def dismiss_alarm(self) -> None:
         """Tell the leader that no signal will come, without waiting."""
-        self._say(None)
+        self._post_signal_once(None)
 
-    def _say(self, received: str | None) -> None:
+    def _post_signal_once(self, received: str | None) -> None:
         if not self._has_said:
             self._has_said = True
             thread = Thread(

@@ -91,14 +91,14 @@ class ExternalEvents:
         """Whether a signal was received that is not yet handled."""
         return self._stop is not None and self._stop.is_asked
 
-    def look(
+    def collect_events(
         self, event: Event | Sequence[Event], *, is_owner: bool
     ) -> tuple[list[Event], SaveRequests]:
         """Collect events for triggers, including `event`, and new requests.
 
         Only the owner reads requests: no other process can save the run.
         """
-        events = _checked(event)
+        events = _check_events(event)
         requests = self._requests.poll() if is_owner else ()
         is_asked = bool(requests)
         if self._stop is not None:
@@ -109,7 +109,9 @@ class ExternalEvents:
             events.append("demand")
         return events, SaveRequests(requests=requests) if requests else _NO_REQUESTS
 
-    def ask(self, due: Due | None, pending: PendingSave | None = None, *, is_owner: bool) -> None:
+    def propose_save(
+        self, due: Due | None, pending: PendingSave | None = None, *, is_owner: bool
+    ) -> None:
         """No-op: what is due by this rank alone is saved at once."""
 
     @contextmanager
@@ -117,26 +119,26 @@ class ExternalEvents:
         """Count the call of `maybe_save` in the `with` block, with several ranks."""
         yield
 
-    def tell(self, asked: SaveRequests, outcome: Future[Checkpoint]) -> None:
+    def answer_when_saved(self, asked: SaveRequests, outcome: Future[Checkpoint]) -> None:
         """Answer the requests with the outcome of their save, once it is known."""
         if asked.requests:
-            outcome.add_done_callback(lambda ended: self._answer(asked, ended))
+            outcome.add_done_callback(lambda ended: self._answer_requests(asked, ended))
 
-    def refuse(self, asked: SaveRequests, error: BaseException) -> None:
+    def answer_with_error(self, asked: SaveRequests, error: BaseException) -> None:
         """Answer the requests with an error."""
         for request in asked.requests:
             self._requests.answer(request, error=str(error) or repr(error))
 
-    def close(self) -> None:
+    def stop_polling(self) -> None:
         """Stop polling for requests, and unregister from the signals."""
         if self._stop is not None:
             self._stop.forget(self._promote)
-        self._requests.close()
+        self._requests.stop_answering()
 
-    def _answer(self, asked: SaveRequests, ended: Future[Checkpoint]) -> None:
+    def _answer_requests(self, asked: SaveRequests, ended: Future[Checkpoint]) -> None:
         error = ended.exception()
         if error is not None:
-            self.refuse(asked, error)
+            self.answer_with_error(asked, error)
             return
         for request in asked.requests:
             self._requests.answer(request, folder=ended.result().folder)
@@ -183,12 +185,12 @@ class DistributedEvents(ExternalEvents):
             stop.share()
 
     @override
-    def look(
+    def collect_events(
         self, event: Event | Sequence[Event], *, is_owner: bool
     ) -> tuple[list[Event], SaveRequests]:
         self._has_looked = True
-        data = self._agreed.look()
-        events, asked = _checked(event), _NO_REQUESTS
+        data = self._agreed.count_call()
+        events, asked = _check_events(event), _NO_REQUESTS
         if data is not None:
             wish = msgspec.msgpack.decode(data, type=_SaveProposal)
             if wish.signal is not None and self._stop is not None:
@@ -203,7 +205,7 @@ class DistributedEvents(ExternalEvents):
             )
             self._held = ()
         if self._stop is not None and self._alarm is not None:
-            self._alarm.look(self._stop.received)
+            self._alarm.share_signal(self._stop.received)
             if self._stop.requested is not None:
                 events.append("signal")
         return events, asked
@@ -219,7 +221,9 @@ class DistributedEvents(ExternalEvents):
                 self._agreed.skip()
 
     @override
-    def ask(self, due: Due | None, pending: PendingSave | None = None, *, is_owner: bool) -> None:
+    def propose_save(
+        self, due: Due | None, pending: PendingSave | None = None, *, is_owner: bool
+    ) -> None:
         """Pass on, in the leader, what is due by its clock or functions, signals and requests.
 
         So is the last save, `pending`, if it has failed since the last call.
@@ -243,7 +247,7 @@ class DistributedEvents(ExternalEvents):
         self._under_way, self._next, self._failed = self._next, None, None
         data = msgspec.msgpack.encode(wish)
         # A rank that a scheduler has ended does not answer, and the others have little time.
-        self._agreed.ask(data, timeout_s=inf if signal is None else _SIGNAL_S)
+        self._agreed.propose_wish(data, timeout_s=inf if signal is None else _SIGNAL_S)
 
     def _failed_since(self, pending: PendingSave | None) -> PendingSave | None:
         """Return the save that was begun last if it has failed since the last call."""
@@ -259,18 +263,18 @@ class DistributedEvents(ExternalEvents):
         return self._stop.received or self._alarm.received
 
     @override
-    def close(self) -> None:
+    def stop_polling(self) -> None:
         held, self._held = self._held, ()
-        self.refuse(
+        self.answer_with_error(
             SaveRequests(requests=held), RanksError("the training ended before all ranks saved")
         )
-        self._agreed.close()
+        self._agreed.leave_agreement()
         if self._alarm is not None:
-            self._alarm.close()
-        super().close()
+            self._alarm.dismiss_alarm()
+        super().stop_polling()
 
 
-def _checked(event: Event | Sequence[Event]) -> list[Event]:
+def _check_events(event: Event | Sequence[Event]) -> list[Event]:
     events: list[Event] = [event] if isinstance(event, str) else list(event)
     if not _EVENTS.issuperset(events):
         raise UsageError(f"event={event!r}: must be one or several of {get_args(Event)}")

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from typing_extensions import override
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.control.reporter import Reporter
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.events import Event, Kind, url_without_secrets, without_secrets
@@ -36,7 +36,7 @@ _KILLED_S = 5.0
 """How long to wait for a killed command to end, in seconds."""
 
 
-@checked()
+@check_arguments()
 @dataclass(frozen=True, slots=True)
 class OnCommit:
     """Command or function that is run after each commit, with a time limit.
@@ -115,7 +115,7 @@ class CommandSink(Reporter):
             "path": url_without_secrets(checkpoint.path),
             "digest": manifest_digest(event.fields["manifest"]),
         }
-        run([_filled(part, values) for part in self._on_commit.arguments], self.timeout_s)
+        run_command([_filled(part, values) for part in self._on_commit.arguments], self.timeout_s)
 
     def __repr__(self) -> str:
         command = self._on_commit.command
@@ -127,7 +127,7 @@ class CommandFailed(HoldfastError):
     """A command that was run after a commit failed, or was killed at its time limit."""
 
 
-def run(arguments: Sequence[str], timeout_s: float) -> None:
+def run_command(arguments: Sequence[str], timeout_s: float) -> None:
     """Run a command in a session of its own; at the time limit, kill all that it started.
 
     It writes to the standard output and error of this process.

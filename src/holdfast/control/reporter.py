@@ -12,7 +12,7 @@ from collections import deque
 from concurrent.futures import Future, wait
 from typing import ClassVar
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.events import Event, Kind, without_secrets
 from holdfast.threads.workers import Workers
@@ -35,7 +35,7 @@ class Reporter:
     kinds: tuple[Kind, ...] | None = None
     """Kinds of the events that are handled; None: all."""
 
-    @checked()
+    @check_arguments()
     def __init__(self, *, timeout_s: float = 10.0) -> None:
         if not timeout_s > 0:
             raise UsageError(f"timeout_s={timeout_s!r}: must be a positive number of seconds")
@@ -62,7 +62,7 @@ class Reporter:
         if self.kinds is None or event.kind in self.kinds:
             self._queue(event)
         if event.kind == "closed":
-            self._finish()
+            self._drain_queue()
 
     def _queue(self, event: Event) -> None:
         self._warn_of_slowness()
@@ -83,7 +83,7 @@ class Reporter:
             self.report(event, at_s)
         except BaseException as error:  # noqa: BLE001 - it is logged, also SystemExit
             self._num_failed += 1
-            self._warn_once("failed", f"failed for {_named(event)}: {_told(error)}")
+            self._warn_once("failed", f"failed for {_describe_event(event)}: {_told(error)}")
         finally:
             self._began_s = None
 
@@ -92,13 +92,13 @@ class Reporter:
         if began_s is not None and time.monotonic() - began_s > self.timeout_s:
             self._warn_once("slow", f"one event takes more than {self.timeout_s:g} s; others wait")
 
-    def _finish(self) -> None:
+    def _drain_queue(self) -> None:
         """Wait for queued events up to the time limit; warn of what was not handled."""
         with self._lock:
             queued = [*self._queued]
         left = wait([future for _, future in queued], timeout=self.close_timeout_s).not_done
         if left:
-            named = [_named(event) for event, future in queued if future in left]
+            named = [_describe_event(event) for event, future in queued if future in left]
             more = f" and {len(named) - 1} more" if len(named) > 1 else ""
             text = f"not done after {self.close_timeout_s:g} s, and left: {named[0]}{more}"
             logger.warning("%s: %s. The checkpoints are not affected", self, text)
@@ -116,7 +116,7 @@ class Reporter:
         return type(self).__name__
 
 
-def _named(event: Event) -> str:
+def _describe_event(event: Event) -> str:
     folder = event.fields.get("folder")
     if folder is not None:
         return f"{event.kind} {folder}"

@@ -104,10 +104,10 @@ class Requests:
         if not self._is_local:
             self._start_looking()
         elif time.monotonic() >= self._next_look:
-            for refused in self._tray.look():
-                self._submit(refused)
+            for refused in self._tray.queue_new_requests():
+                self._submit_answer(refused)
             self._next_look = time.monotonic() + self._poll_s
-        found = self._tray.take()
+        found = self._tray.pop_queued_requests()
         if found:
             # The answer may be due while the interpreter exits, when no thread can be started.
             self._background.start()
@@ -122,22 +122,24 @@ class Requests:
         thread. A failure is emitted as an event.
         """
         assert (folder is None) is not (error is None), "a request has one outcome"
-        answer = None if request.asker is None else _answer(request.asker, folder, error)
-        self._submit(partial(self._tray.settle, request.name, answer))
+        answer = (
+            None if request.asker is None else _make_answer_record(request.asker, folder, error)
+        )
+        self._submit_answer(partial(self._tray.answer_request, request.name, answer))
 
-    def close(self) -> None:
+    def stop_answering(self) -> None:
         """Stop polling; wait a few seconds for answers under way. May be called twice."""
         with self._lock:
             self._background.ask_to_stop()
             under_way = list(self._under_way)
-        self._background.end(under_way, timeout_s=_CLOSE_S)
+        self._background.stop_jobs(under_way, timeout_s=_CLOSE_S)
 
     def _start_looking(self) -> None:
         if self._looking is None:
             keep_polling = partial(_keep_polling, self._tray, self._background, self._poll_s)
             self._looking = self._background.submit(keep_polling)
 
-    def _submit(self, job: Callable[[], None]) -> None:
+    def _submit_answer(self, job: Callable[[], None]) -> None:
         with self._lock:
             if not self._background.is_stopping:
                 self._under_way = [future for future in self._under_way if not future.done()]
@@ -160,13 +162,13 @@ class _Tray:
         self._has_folder = False
         self._trouble = ""
 
-    def take(self) -> tuple[Request, ...]:
-        """Return the requests that `look` queued since the last call."""
+    def pop_queued_requests(self) -> tuple[Request, ...]:
+        """Return the requests that `queue_new_requests` queued since the last call."""
         with self._lock:
             found, self._waiting = tuple(self._waiting), []
         return found
 
-    def look(self) -> list[Callable[[], None]]:
+    def queue_new_requests(self) -> list[Callable[[], None]]:
         """Read new requests and queue them; return jobs that refuse those that are not valid."""
         trouble, self._trouble = self._trouble, ""
         try:
@@ -174,17 +176,17 @@ class _Tray:
         except StoreError as error:
             self._trouble = str(error)
             new = []
-        jobs = [self._read(name) for name in new]
+        jobs = [self._read_request_file(name) for name in new]
         if self._trouble not in ("", trouble):  # once, not at every look
             self._emit("warning", f"cannot look for requests for a save: {self._trouble}")
         return [job for job in jobs if job is not None]
 
-    def settle(self, name: str, answer: AnswerRecord | None) -> None:
+    def answer_request(self, name: str, answer: AnswerRecord | None) -> None:
         """Write the answer, unless withdrawn meanwhile, and remove the request; retry on errors."""
         problem = ""
         for _ in range(_TRIES):
             try:
-                self._settle(name, answer)
+                self._write_answer(name, answer)
             except StoreError as error:
                 problem = str(error)
                 self._background.sleep(_PAUSE_S)
@@ -192,7 +194,7 @@ class _Tray:
                 return
         self._emit("housekeeping_failed", f"the answer to request {name}: {problem}")
 
-    def _settle(self, name: str, answer: AnswerRecord | None) -> None:
+    def _write_answer(self, name: str, answer: AnswerRecord | None) -> None:
         key, answer_key = layout.request_key(name), layout.answer_key(name)
         if answer is not None and answer_key is not None and is_there(self._store, key):
             self._store.put(answer_key, answer.encode())
@@ -202,7 +204,7 @@ class _Tray:
 
     def _new_names(self) -> list[str]:
         """List the names of requests not listed before, and record them as known."""
-        names = self._names()
+        names = self._list_requests()
         with self._lock:
             if len(names) < MAX_LISTED:
                 self._known.intersection_update(names)
@@ -210,7 +212,7 @@ class _Tray:
             self._known.update(new)
         return new
 
-    def _names(self) -> list[str]:
+    def _list_requests(self) -> list[str]:
         if self._store.has_folders:
             if not self._has_folder and f"{layout.WRITERS}/" in self._store.children():
                 # So that `touch` can make a request. Before the first claim nothing is written.
@@ -223,7 +225,7 @@ class _Tray:
             names = (info.key[len(prefix) :] for info in infos)
         return list(islice(filter(layout.is_request, names), MAX_LISTED))
 
-    def _read(self, name: str) -> Callable[[], None] | None:
+    def _read_request_file(self, name: str) -> Callable[[], None] | None:
         """Read a request and queue it; return a job that refuses it if it is not valid."""
         try:
             request = _read_request(self._store, name)
@@ -231,7 +233,7 @@ class _Tray:
             self._mark_unread(name)  # withdrawn meanwhile
         except UsageError as error:
             self._emit("warning", f"a request for a save cannot be honoured: {error}")
-            return partial(self.settle, name, _answer(None, None, str(error)))
+            return partial(self.answer_request, name, _make_answer_record(None, None, str(error)))
         except (FormatError, AccessDenied) as error:  # not known to be a request
             self._emit("warning", f"left alone, because it is no request for a save: {error}")
         except StoreError as error:
@@ -252,7 +254,7 @@ def new_id() -> str:
     return os.urandom(16).hex()
 
 
-def ask(
+def put_save_request(
     store: Store, request_id: str | None = None, *, reason: str = "", tags: Iterable[str] = ()
 ) -> str:
     """Put a request for a save into the root; return its name inside `requests/`.
@@ -268,7 +270,7 @@ def ask(
         reason=reason,
         tags=checked_tags(tags),
     )
-    _check(record)
+    _check_request(record)
     data = record.encode()
     store.make_folder(layout.REQUESTS)
     name = layout.request_name(request_id)
@@ -283,7 +285,7 @@ def answer_to(store: Store, name: str) -> AnswerRecord | None:
         FormatError: it is damaged.
     """
     key = layout.answer_key(name)
-    assert key is not None, "`ask` gives names that leave room for an answer"
+    assert key is not None, "`put_save_request` gives names that leave room for an answer"
     return read_if_there(store, key, AnswerRecord.decode)
 
 
@@ -302,7 +304,7 @@ def withdraw(store: Store, name: str) -> None:
 
 def _keep_polling(tray: _Tray, background: Background, poll_s: float) -> None:
     while True:
-        for refuse in tray.look():
+        for refuse in tray.queue_new_requests():
             refuse()
         if background.sleep(poll_s):
             return
@@ -319,12 +321,12 @@ def _read_request(store: Store, name: str) -> Request:
         if is_own_json(data):
             raise UsageError(str(error)) from error
         raise
-    _check(record)
+    _check_request(record)
     reason = f"request: {record.reason}" if record.reason else "request"
     return Request(name=name, tags=record.tags, reason=reason, asker=record.process)
 
 
-def _check(record: RequestRecord) -> None:
+def _check_request(record: RequestRecord) -> None:
     """Raise `UsageError` unless the tags and reason of a request are valid in a manifest."""
     checked_tags(record.tags)
     if len(record.tags) > MAX_TAGS:
@@ -335,7 +337,9 @@ def _check(record: RequestRecord) -> None:
         )
 
 
-def _answer(asker: Process | None, folder: str | None, error: str | None) -> AnswerRecord:
+def _make_answer_record(
+    asker: Process | None, folder: str | None, error: str | None
+) -> AnswerRecord:
     # The text of an error may hold names from a file system, which need not be valid text.
     text = None if error is None else error[:_MAX_ERROR].encode("utf-8", "replace").decode()
     return AnswerRecord(folder=folder, error=text, created=utc_now(), asker=asker)

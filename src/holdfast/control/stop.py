@@ -89,12 +89,12 @@ class Stop:
             UsageError: a signal is unknown, named twice, or cannot be handled; `grace` is no time
                 by the clock.
         """
-        self._stops = _numbers("signals", signals)
-        self._saves = _numbers("save_signals", save_signals)
+        self._stops = _parse_signals("signals", signals)
+        self._saves = _parse_signals("save_signals", save_signals)
         both = [signal.Signals(number).name for number in self._stops if number in self._saves]
         if both:
             raise UsageError(f"signals and save_signals both name {', '.join(both)}")
-        self._grace_s = _seconds(grace)
+        self._grace_s = _parse_grace(grace)
         if grace is not None and not self._stops:
             raise UsageError(f"grace={str(grace)!r}: there are no signals that ask to stop")
         self._former: dict[int, Any] = {}
@@ -103,9 +103,9 @@ class Stop:
         self._pid = self._thread = -1
         self._watch: _GraceWatch | None = None
         self._has_said = self._is_shared = False
-        self._begin()
+        self._reset_signals()
 
-    def _begin(self) -> None:
+    def _reset_signals(self) -> None:
         self._received: int | None = None
         self._requested: int | None = None
         self._first_s: dict[int, float] = {}
@@ -188,12 +188,12 @@ class Stop:
                 logger.warning("Stop: signals reach the main thread only; here they are not seen")
             self._has_said = True
             if self._depth == 0:
-                self._begin()
+                self._reset_signals()
             return self
         if _active not in (None, self):
             raise UsageError("another Stop is active: use that one, as in Trainer(stop=stop)")
         if self._depth == 0:
-            self._begin()
+            self._reset_signals()
             self._install()
         self._depth += 1
         return self
@@ -240,7 +240,7 @@ class Stop:
         _active = None
         watch, self._watch = self._watch, None
         if watch is not None:
-            watch.end()
+            watch.stop_thread()
 
     def _restore_handlers(self) -> None:
         for number, former in self._former.items():
@@ -315,18 +315,18 @@ class _GraceWatch:
         os.set_blocking(self._writer, False)
         self._former = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._workers = Workers(1, "holdfast-stop")
-        self._watching = self._workers.submit(self._run)
+        self._watching = self._workers.submit(self._watch_grace_period)
 
-    def end(self) -> None:
+    def stop_thread(self) -> None:
         """Stop the thread, as the run has ended, and wait for it."""
         signal.set_wakeup_fd(self._former)
         os.write(self._writer, b"\0")
         os.close(self._writer)
         with contextlib.suppress(FutureTimeout):  # it then ends the process itself
             self._watching.result(timeout=self._reserve_s)
-        self._workers.close()
+        self._workers.close_pool()
 
-    def _run(self) -> None:
+    def _watch_grace_period(self) -> None:
         try:
             number = self._first_stop()
             if number is not None and not self._ends_within(self.free_s):
@@ -337,7 +337,7 @@ class _GraceWatch:
     def _first_stop(self) -> int | None:
         """Wait for the first signal that asks to stop; None if the run ends without one."""
         while True:
-            numbers = self._read()
+            numbers = self._read_signals()
             if 0 in numbers:
                 return None
             for number in numbers:
@@ -350,11 +350,11 @@ class _GraceWatch:
         waiting = select.poll()  # `select` itself takes no descriptor above 1023
         waiting.register(self._reader, select.POLLIN)
         while waiting.poll(1000 * max(0.0, until - time.monotonic())):
-            if 0 in self._read():
+            if 0 in self._read_signals():
                 return True
         return False
 
-    def _read(self) -> bytes:
+    def _read_signals(self) -> bytes:
         numbers = os.read(self._reader, 512)
         if self._former != -1:
             with contextlib.suppress(OSError):  # the former pipe may be full or closed
@@ -392,7 +392,7 @@ def _exit_code(number: int) -> int:
     return INTERRUPT_EXIT_CODE if number == signal.SIGINT else REQUEUE_EXIT_CODE
 
 
-def _numbers(what: str, names: Iterable[str]) -> tuple[int, ...]:
+def _parse_signals(what: str, names: Iterable[str]) -> tuple[int, ...]:
     given = [names] if isinstance(names, str) else list(names)
     wrong = [
         f"{name!r}"
@@ -413,7 +413,7 @@ def _numbers(what: str, names: Iterable[str]) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _seconds(grace: str | Time | None) -> float | None:
+def _parse_grace(grace: str | Time | None) -> float | None:
     if grace is None:
         return None
     duration = parse(grace, what="grace")

@@ -58,7 +58,7 @@ class Feed(ABC):
         self._ranks, self._is_alone = given or ALONE, given is None
         self._follows_group, self._has_warned = ranks == "group", False
         self._given = data
-        self._data, self._fingerprint = identity.describe(data), fingerprint
+        self._data, self._fingerprint = identity.describe_dataset(data), fingerprint
         self._seed, self._epoch, self._batch = seed, 0, 0
         self._num_own: int | None = None
         self._taking = Taking()
@@ -185,10 +185,10 @@ class Feed(ABC):
     def _end_epoch(self) -> None:
         self._epoch, self._batch = self._epoch + 1, 0
 
-    def _begin(self) -> int:
+    def _start_iterator(self) -> int:
         """End the iterator that is alive; return the number of the one that begins."""
         self._generation += 1
-        self._taking.begin()
+        self._taking.start_iteration()
         return self._generation
 
     def _expect_alive(self, generation: int) -> None:

@@ -20,13 +20,13 @@ _PLACES = ("root", "path", "data_dir", "filename")
 _LISTS = ("paths", "files", "filenames", "urls", "shards")
 
 
-def describe(dataset: Any) -> str:
+def describe_dataset(dataset: Any) -> str:
     """Describe a dataset: its type, and the fingerprint or the names of files that it has.
 
     Of a path only the last part counts, as the folders before it differ between machines.
 
     >>> from torch.utils.data import Subset
-    >>> describe(Subset(range(10), [1, 2]))
+    >>> describe_dataset(Subset(range(10), [1, 2]))
     'Subset(range)'
     """
     known = getattr(dataset, "__dict__", {})
@@ -35,10 +35,12 @@ def describe(dataset: Any) -> str:
     if isinstance(known.get("_fingerprint"), str):
         parts.append(known["_fingerprint"])
     parts += [f"{name}={_last(known[name])}" for name in _PLACES if _is_path(known.get(name))]
-    parts += [f"{name}={_digest(known[name])}" for name in _LISTS if _are_paths(known.get(name))]
+    parts += [
+        f"{name}={_digest_paths(known[name])}" for name in _LISTS if _are_paths(known.get(name))
+    ]
     inner = [known["dataset"]] if "dataset" in known else known.get("datasets", [])
     if isinstance(inner, list | tuple):
-        parts += [describe(each) for each in inner]
+        parts += [describe_dataset(each) for each in inner]
     name = type(dataset).__qualname__
     return f"{name}({', '.join(parts)})" if parts else name
 
@@ -60,23 +62,23 @@ def changes(stored: Mapping[str, Any], data: str, fingerprint: str | None) -> li
     return notes
 
 
-def digest(sample: Any) -> str:
+def digest_sample(sample: Any) -> str:
     """Return a digest of a sample's numbers, texts and bytes; of other objects of their types."""
     found = hashlib.blake2b(digest_size=8)
-    for part in _parts(sample):
+    for part in _encode_parts(sample):
         found.update(len(part).to_bytes(8, "little") + part)
     return found.hexdigest()
 
 
-def _parts(value: Any) -> Iterator[bytes]:
+def _encode_parts(value: Any) -> Iterator[bytes]:
     yield type(value).__qualname__.encode()
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _parts(key)
-            yield from _parts(inner)
+            yield from _encode_parts(key)
+            yield from _encode_parts(inner)
     elif isinstance(value, list | tuple):
         for inner in value:
-            yield from _parts(inner)
+            yield from _encode_parts(inner)
     elif isinstance(value, torch.Tensor):
         yield bytes(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     elif isinstance(value, np.ndarray) and value.dtype != object:
@@ -97,6 +99,6 @@ def _last(path: Any) -> str:
     return os.path.basename(str(os.fspath(path)).rstrip("/\\")) or "/"
 
 
-def _digest(paths: Sequence[Any]) -> str:
+def _digest_paths(paths: Sequence[Any]) -> str:
     text = "\0".join(map(_last, paths))
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

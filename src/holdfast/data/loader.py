@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import default_collate
 from typing_extensions import override
 
-from holdfast.arguments import checked, shown
+from holdfast.arguments import check_arguments, shown
 from holdfast.data import position, randomness, samplers
 from holdfast.data.feed import Feed, torch_loader
 from holdfast.data.mixture import Mixture
@@ -31,7 +31,7 @@ from holdfast.data.options import (
 )
 from holdfast.data.permutation import Permutation
 from holdfast.data.ranks import HasRank
-from holdfast.data.workers import watch
+from holdfast.data.workers import kill_at_exit
 from holdfast.errors import UsageError, listing
 
 logger = logging.getLogger("holdfast")
@@ -75,7 +75,7 @@ class Loader(Feed):
 
     _name = "loader"
 
-    @checked(but=("batch_size", "shuffle", "generator"))
+    @check_arguments(but=("batch_size", "shuffle", "generator"))
     def __init__(
         self,
         dataset: Any,
@@ -189,7 +189,7 @@ class Loader(Feed):
     @property
     @override
     def batch_size(self) -> int | None:
-        return self._sizes.of(self._epoch) or None
+        return self._sizes.compute_size(self._epoch) or None
 
     @property
     @override
@@ -237,7 +237,7 @@ class Loader(Feed):
             Notes for the resume: where the position among batches of another size goes on, and
             what has changed in the dataset.
         """
-        _, notes = self._batch_from(position.checked(state))
+        _, notes = self._batch_from(position.check_position(state))
         return notes
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -249,7 +249,7 @@ class Loader(Feed):
         A loader of several ranks goes on with batches of another size, too, at the first one
         without a sample that was taken; a warning says how many samples that leaves out.
         """
-        stored = position.checked(state)
+        stored = position.check_position(state)
         batch, notes = self._batch_from(stored)
         self._move(stored, batch, notes)
         was_computed = stored.get(position.ORDER) == position.COMPUTED
@@ -269,7 +269,7 @@ class Loader(Feed):
 
     @override
     def _across(self, count: int) -> Iterator[Any]:
-        generation = self._begin()
+        generation = self._start_iterator()
         if not count:
             return
         if len(self.dataset) != self._num_samples:
@@ -278,22 +278,24 @@ class Loader(Feed):
                 "make a new loader"
             )
         self._check_group()
-        self._plan.specs = self._specs(self._epoch, self._batch, count)
+        self._plan.specs = self._plan_batches(self._epoch, self._batch, count)
         batches = iter(self._batches)
-        watch(batches)
+        kill_at_exit(batches)
         for epoch, batch, num_own, samples in batches:
             self._epoch, self._batch, self._num_own = epoch, batch + 1, num_own
-            self._taking.add()
+            self._taking.count_batch()
             yield samples
             self._expect_alive(generation)
-        self._taking.end()
+        self._taking.finish_iteration()
 
     def _planned(self) -> Iterator[Sequence[int]]:
         """Yield this rank's indices in each batch of the present epoch."""
-        for _, (*_, indices) in self._specs(self._epoch, 0, len(self)):
+        for _, (*_, indices) in self._plan_batches(self._epoch, 0, len(self)):
             yield indices
 
-    def _specs(self, epoch: int, batch: int, count: int) -> Iterator[tuple[bytes, _BatchSpec]]:
+    def _plan_batches(
+        self, epoch: int, batch: int, count: int
+    ) -> Iterator[tuple[bytes, _BatchSpec]]:
         orders: tuple[int, Any] = (-1, None)
         # Ranks draw differently. The first draws as a single one does.
         own = (self._ranks.rank,) if self._ranks.rank else ()
@@ -302,9 +304,9 @@ class Loader(Feed):
             if batch == length:
                 epoch, batch = epoch + 1, 0
                 length = self._num_batches(self._seed, epoch)
-            lap, place = self._place(epoch, batch)
+            lap, place = self._locate_batch(epoch, batch)
             if lap != orders[0]:
-                orders = lap, self._order(lap)
+                orders = lap, self._make_lap_order(lap)
             # Not derived from the epoch: batches do not depend on where epochs end.
             entropy = randomness.derive(self._seed, "batch", lap, place, *own)
             indices = self._indices(orders[1], epoch, place)
@@ -312,25 +314,25 @@ class Loader(Feed):
             yield entropy, (epoch, batch, num_own, self._ranks.part(indices))
             batch += 1
 
-    def _place(self, epoch: int, batch: int) -> tuple[int, int]:
+    def _locate_batch(self, epoch: int, batch: int) -> tuple[int, int]:
         """Return the lap of a batch, and its place there."""
         if self._batches_per_epoch is None:
             return epoch, batch
         return divmod(epoch * self._batches_per_epoch + batch, self._batches_of_lap(self._seed, 0))
 
-    def _order(self, lap: int) -> Any:
+    def _make_lap_order(self, lap: int) -> Any:
         if self._is_sampled:
             return self._lap(self._seed, lap)
         if not self._shuffle:
             return range(self._num_samples)
         if self._is_computed:
             return Permutation(self._num_samples, self._seed, lap)
-        own = randomness.generator(randomness.derive(self._seed, "order", lap))
+        own = randomness.make_generator(randomness.derive(self._seed, "order", lap))
         return torch.randperm(self._num_samples, generator=own)
 
     def _indices(self, order: Any, epoch: int, place: int) -> Sequence[int]:
         if isinstance(order, samplers.Lap):
-            return order.batch(place)
+            return order.select_batch(place)
         batch_size = self._batch_size(epoch)
         part = order[place * batch_size : (place + 1) * batch_size]
         return list(part) if isinstance(part, range) else part.tolist()
@@ -363,7 +365,7 @@ class Loader(Feed):
 
     def _batch_size(self, epoch: int) -> int:
         """Return the number of samples in a batch of all ranks; zero with a batch sampler."""
-        return self._sizes.of(epoch) * self._ranks.world_size
+        return self._sizes.compute_size(epoch) * self._ranks.world_size
 
     def _batches_of_lap(self, seed: int, lap: int) -> int:
         if self._is_sampled:
@@ -388,7 +390,7 @@ class Loader(Feed):
         if self._batches_per_epoch is not None:
             settings[position.PER_EPOCH] = self._batches_per_epoch
         if self._is_sampled:
-            lap = self._lap(seed, self._place(epoch, batch)[0])
+            lap = self._lap(seed, self._locate_batch(epoch, batch)[0])
             settings |= {position.ORDER: lap.digest, position.NUM_BATCHES: len(lap.ends)}
         elif self._is_computed:
             settings[position.ORDER] = position.COMPUTED
@@ -457,8 +459,8 @@ class Loader(Feed):
                 num_ranks = self._ranks.world_size
                 on_ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
                 raise UsageError(
-                    f"batch_size={self._sizes.of(epoch)}{on_ranks} with drop_last leaves no "
-                    f"batch of {self._num_samples} samples"
+                    f"batch_size={self._sizes.compute_size(epoch)}{on_ranks} with drop_last "
+                    f"leaves no batch of {self._num_samples} samples"
                 )
 
 

@@ -79,16 +79,18 @@ class Mixture:
 
     def order(self, seed: int, lap: int, *, shuffle: bool = True) -> Tensor:
         """Return the indices of a lap; a sampler."""
-        parts = [self._part(seed, lap, number, shuffle) for number in range(len(self.counts))]
+        parts = [
+            self._select_indices(seed, lap, number, shuffle) for number in range(len(self.counts))
+        ]
         taken = torch.cat(parts)
         if shuffle:
-            own = randomness.generator(randomness.derive(seed, "mixture", lap))
+            own = randomness.make_generator(randomness.derive(seed, "mixture", lap))
             return taken[torch.randperm(len(taken), generator=own)]
         # Spread evenly: the sample k of n comes at (k + 1/2) / n of the lap.
         places = [(torch.arange(n, dtype=torch.float64) + 0.5) / n for n in self.counts]
         return taken[torch.argsort(torch.cat(places), stable=True)]
 
-    def _part(self, seed: int, lap: int, number: int, shuffle: bool) -> Tensor:
+    def _select_indices(self, seed: int, lap: int, number: int, shuffle: bool) -> Tensor:
         """Return the indices that a lap takes of one dataset, from where the lap before ended."""
         count, length = self.counts[number], self._lengths[number]
         start = lap * count
@@ -103,7 +105,7 @@ class Mixture:
                 found.append(torch.from_numpy(order[first:stop]))
             else:
                 entropy = randomness.derive(seed, "part", number, own_lap)
-                own = randomness.generator(entropy)
+                own = randomness.make_generator(entropy)
                 found.append(torch.randperm(length, generator=own)[first:stop])
         return torch.cat(found) + (self._ends[number] - length)
 

@@ -24,14 +24,14 @@ class Sizes:
             self._check_mapping(given)
         elif given is not None and not callable(given):
             check_whole("batch_size", given, at_least=1)
-        self.of(0)
+        self.compute_size(0)
 
     @property
     def epochs(self) -> list[int]:
         """Epochs whose size can be checked beforehand."""
         return sorted(self._given) if isinstance(self._given, Mapping) else [0]
 
-    def of(self, epoch: int) -> int:
+    def compute_size(self, epoch: int) -> int:
         """Return the size in an epoch."""
         if self._given is None or isinstance(self._given, int):
             return self._given or 0

@@ -28,7 +28,7 @@ NUM_BATCHES = "num_batches"
 _TEXTS = ("data", "fingerprint", ORDER)
 
 
-def checked(state: Mapping[str, Any]) -> dict[str, Any]:
+def check_position(state: Mapping[str, Any]) -> dict[str, Any]:
     """Check types and ranges of the members of a stored position."""
     is_of_batches = NUM_BATCHES in state and state.get("batch_size") == 0
     least = {"epoch": 0, "batch": 0, "seed": 0, "num_samples": 1}

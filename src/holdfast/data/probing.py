@@ -31,7 +31,7 @@ class FreshCopies:
         self._pickled, self._shared = pickled, shared
 
     @classmethod
-    def of(cls, source: Any) -> FreshCopies | None:
+    def keep_source(cls, source: Any) -> FreshCopies | None:
         """Keep a source; None if it is large or cannot be copied, as one with an open socket."""
         file, shared = _Bounded(), list[Any]()
         try:
@@ -40,7 +40,7 @@ class FreshCopies:
             return None
         return cls(file.getvalue(), shared)
 
-    def make(self) -> Any:
+    def make_copy(self) -> Any:
         """Make a copy."""
         return _Unpickler(io.BytesIO(self._pickled), self._shared).load()
 
@@ -75,31 +75,35 @@ class Probe:
         self._fresh, self._start = fresh, start
         self._first = ""
 
-    def compare(self, block: int, place: Any, batch: list[Any]) -> Findings | None:
+    def compare_first_batch(self, block: int, place: Any, batch: list[Any]) -> Findings | None:
         """Compare the first batch of a block with that of a copy; None: nothing was found out."""
         if block > 1:
             return None
         try:
-            found = identity.digest(batch)
+            found = identity.digest_sample(batch)
             if block == 0:
                 self._first = found
                 return None
-            again = self._read(self._fresh.make(), place, set_epoch, self._epoch)
+            again = self._digest_first_sample(
+                self._fresh.make_copy(), place, set_epoch, self._epoch
+            )
             return Findings(found != again, self._is_unreached())
         except Exception:  # noqa: BLE001 - a copy need not work: code of the source runs
             return None
 
     def _is_unreached(self) -> bool:
-        source, following = self._fresh.make(), self._epoch + 1
+        source, following = self._fresh.make_copy(), self._epoch + 1
         if not any(True for _ in _with_set_epoch(source)):
             return False
-        if self._read(source, self._start, set_epoch, following) != self._first:
+        if self._digest_first_sample(source, self._start, set_epoch, following) != self._first:
             return False
-        inside = self._read(self._fresh.make(), self._start, _set_inside, following)
+        inside = self._digest_first_sample(
+            self._fresh.make_copy(), self._start, _set_inside, following
+        )
         return inside != self._first
 
-    def _read(self, source: Any, place: Any, setter: SetEpoch, epoch: int) -> str:
-        return identity.digest(self._read_first(source, place, setter, epoch))
+    def _digest_first_sample(self, source: Any, place: Any, setter: SetEpoch, epoch: int) -> str:
+        return identity.digest_sample(self._read_first(source, place, setter, epoch))
 
 
 def _set_inside(source: Any, epoch: int) -> None:

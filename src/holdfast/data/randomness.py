@@ -23,7 +23,7 @@ def derive(seed: int, purpose: str, *numbers: int) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def generator(entropy: bytes) -> torch.Generator:
+def make_generator(entropy: bytes) -> torch.Generator:
     """Make a separate CPU generator, seeded with all of `entropy`."""
     own = torch.Generator()
     own.set_state(_torch_state(entropy))
@@ -37,7 +37,7 @@ class _GeneratorStates:
         self._python, self._cpu = random.getstate(), torch.default_generator.get_state()
         self._numpy = np.random.get_state(legacy=False)
 
-    def put_back(self) -> None:
+    def restore_states(self) -> None:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.default_generator.set_state(self._cpu)
@@ -56,7 +56,7 @@ def preserved() -> Iterator[None]:
         yield
     finally:
         if before in _open:  # unless `end_blocks` has ended the block already
-            before.put_back()
+            before.restore_states()
             _open.remove(before)
 
 
@@ -71,7 +71,7 @@ def end_blocks(depth: int) -> None:
     For callers that interrupt a fetch: the exception may have come in the middle of a block's end.
     """
     if len(_open) > depth:
-        _open[depth].put_back()
+        _open[depth].restore_states()
         del _open[depth:]
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 
-from holdfast.arguments import checked, shown
+from holdfast.arguments import check_arguments, shown
 from holdfast.data import randomness
 from holdfast.errors import UsageError
 
@@ -35,7 +35,7 @@ class Weighted:
     (0, True)
     """
 
-    @checked(but=("weights", "num_samples"))
+    @check_arguments(but=("weights", "num_samples"))
     def __init__(
         self,
         weights: Sequence[float] | Tensor,
@@ -74,7 +74,7 @@ class Weighted:
 
     def __call__(self, seed: int, lap: int) -> Tensor:
         """Return the order of a lap."""
-        own = randomness.generator(randomness.derive(seed, "weighted", lap))
+        own = randomness.make_generator(randomness.derive(seed, "weighted", lap))
         if self._replacement:
             # Not torch.multinomial, which takes 2**24 weights at most.
             sums = np.cumsum(self._weights.numpy())
@@ -100,7 +100,7 @@ class Buckets:
     [[0, 2, 4], [1], [3, 5]]
     """
 
-    @checked(but=("lengths", "batch_size", "max_tokens", "pool"))
+    @check_arguments(but=("lengths", "batch_size", "max_tokens", "pool"))
     def __init__(
         self,
         lengths: Sequence[int] | Tensor,
@@ -139,15 +139,15 @@ class Buckets:
 
     def __call__(self, seed: int, lap: int) -> list[list[int]]:
         """Return the batches of a lap."""
-        own = randomness.generator(randomness.derive(seed, "buckets", lap))
+        own = randomness.make_generator(randomness.derive(seed, "buckets", lap))
         order = torch.randperm(self.dataset_length, generator=own)
         batches = []
         for pool in torch.split(order, self._num_pooled):
             ranked = pool[torch.argsort(self._lengths[pool], stable=True)]
-            batches += list(self._cut(ranked.tolist(), self._lengths[ranked].tolist()))
+            batches += list(self._cut_batches(ranked.tolist(), self._lengths[ranked].tolist()))
         return [batches[place] for place in torch.randperm(len(batches), generator=own).tolist()]
 
-    def _cut(self, indices: list[int], lengths: list[int]) -> Iterator[list[int]]:
+    def _cut_batches(self, indices: list[int], lengths: list[int]) -> Iterator[list[int]]:
         """Cut indices, sorted by length, into batches."""
         first = 0
         for place, length in enumerate(lengths):
@@ -193,7 +193,7 @@ class Lap:
     digest: str
     """Of the order; for a batch sampler also of where batches end."""
 
-    def batch(self, place: int) -> list[int]:
+    def select_batch(self, place: int) -> list[int]:
         """Return the indices of a batch."""
         start = self.ends[place - 1] if place else 0
         found: list[int] = self.indices[start : self.ends[place]].tolist()
@@ -205,12 +205,12 @@ def draw_lap(
 ) -> Lap:
     """Draw a lap from a sampler of samples, and cut it into batches."""
     given = _draw(sampler, seed, lap)
-    indices = given if isinstance(given, Tensor) else _array(given, "sampler", lap)
+    indices = given if isinstance(given, Tensor) else _index_tensor(given, "sampler", lap)
     indices = _checked_indices(indices, num_samples, "sampler", lap)
     ends = list(range(batch_size, len(indices) + 1, batch_size))
     if not drop_last and len(indices) % batch_size:
         ends.append(len(indices))
-    return Lap(indices=indices, ends=ends, digest=_digest(indices))
+    return Lap(indices=indices, ends=ends, digest=_digest_numbers(indices))
 
 
 def draw_batches(sampler: BatchSampler, seed: int, lap: int, num_samples: int) -> Lap:
@@ -218,10 +218,10 @@ def draw_batches(sampler: BatchSampler, seed: int, lap: int, num_samples: int) -
     batches = _draw(sampler, seed, lap)
     if not all(hasattr(batch, "__len__") and len(batch) for batch in batches):
         raise UsageError(f"batch_sampler: a batch of lap {lap} is empty, or no list of indices")
-    flat = _array([index for batch in batches for index in batch], "batch_sampler", lap)
+    flat = _index_tensor([index for batch in batches for index in batch], "batch_sampler", lap)
     indices = _checked_indices(flat, num_samples, "batch_sampler", lap)
     ends = list(accumulate(len(batch) for batch in batches))
-    return Lap(indices=indices, ends=ends, digest=_digest(indices, torch.tensor(ends)))
+    return Lap(indices=indices, ends=ends, digest=_digest_numbers(indices, torch.tensor(ends)))
 
 
 def check_sampler(name: str, sampler: Any, num_samples: int) -> None:
@@ -260,7 +260,7 @@ def _reseeded(samplers: list[Any], entropy: bytes, lap: int) -> Iterator[None]:
     """Give torch's samplers their own seeded generator for the block, and the lap as epoch."""
     before = [(each, each.generator) for each in samplers if hasattr(each, "generator")]
     for each, _ in before:
-        each.generator = randomness.generator(entropy)
+        each.generator = randomness.make_generator(entropy)
     for each in samplers:
         if hasattr(each, "set_epoch"):
             each.set_epoch(lap)
@@ -287,7 +287,7 @@ def _vector(name: str, given: Any, dtype: torch.dtype) -> Tensor:
     return vector
 
 
-def _array(given: Any, name: str, lap: int) -> Tensor:
+def _index_tensor(given: Any, name: str, lap: int) -> Tensor:
     try:
         found = np.asarray(list(given))
         return torch.as_tensor(found if len(found) else found.astype(np.int64))
@@ -311,7 +311,7 @@ def _checked_indices(indices: Tensor, num_samples: int, name: str, lap: int) -> 
     return indices.to("cpu", torch.int64)
 
 
-def _digest(*numbers: Tensor) -> str:
+def _digest_numbers(*numbers: Tensor) -> str:
     found = hashlib.blake2b(digest_size=8)
     for each in numbers:
         found.update(len(each).to_bytes(8, "little"))

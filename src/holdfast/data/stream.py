@@ -19,13 +19,13 @@ import torch
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from typing_extensions import override
 
-from holdfast.arguments import checked, shown
+from holdfast.arguments import check_arguments, shown
 from holdfast.data import identity, position, randomness
 from holdfast.data.feed import Feed, torch_loader
 from holdfast.data.foreign import describe_inexact, set_epoch, unrepeatable
 from holdfast.data.probing import Findings, FreshCopies, Probe
 from holdfast.data.ranks import DataRanks, HasRank
-from holdfast.data.workers import watch
+from holdfast.data.workers import kill_at_exit
 from holdfast.errors import UsageError, listing
 
 logger = logging.getLogger("holdfast")
@@ -61,7 +61,7 @@ class Stream(Feed):
 
     _name = "stream"
 
-    @checked()
+    @check_arguments()
     def __init__(
         self,
         source: Any,
@@ -183,16 +183,16 @@ class Stream(Feed):
         Returns:
             Notes for the resume: what has changed in the source.
         """
-        return self._checked(state)[1]
+        return self._parse_position(state)[1]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a stored position. A different stored seed replaces this one, with a warning."""
-        places, notes = self._checked(state)
+        places, notes = self._parse_position(state)
         self._move(state, state["batch"], notes)
         self._workers, self._at_end = places, state["at_end"]
         self._next_worker = state["next_worker"] if state["batch"] and not self._at_end else 0
 
-    def _checked(self, state: Mapping[str, Any]) -> tuple[list[_Place | None], list[str]]:
+    def _parse_position(self, state: Mapping[str, Any]) -> tuple[list[_Place | None], list[str]]:
         least = {"epoch": 0, "batch": 0, "seed": 0, "next_worker": 0}
         known = {*least, *self._settings, "at_end", "workers", "data", "fingerprint"}
         state = {position.VERSION: 1, **state}
@@ -242,7 +242,7 @@ class Stream(Feed):
 
     @override
     def _of_epoch(self) -> Iterator[Any]:
-        return iter(()) if self._at_end else self._take()
+        return iter(()) if self._at_end else self._iterate_epoch()
 
     @override
     def _end_epoch(self) -> None:
@@ -258,15 +258,15 @@ class Stream(Feed):
                     self._findings, self._reader.is_checked = findings, True
                 yield item
 
-    def _take(self) -> Iterator[Any]:
+    def _iterate_epoch(self) -> Iterator[Any]:
         """Yield the rest of the epoch, reading one batch ahead to detect the last one."""
-        generation = self._begin()
+        generation = self._start_iterator()
         self._check_group()
         self._warn_of_epochs()
         self._reader.begin(self._seed, self._epoch, self._workers, self._next_worker)
         with randomness.preserved():
             batches = iter(self._batches)
-        watch(batches)
+        kill_at_exit(batches)
         items = self._items(batches)
         item = next(items, None)
         while item is not None:
@@ -277,11 +277,11 @@ class Stream(Feed):
             self._batch += 1
             self._num_own = num_own
             self._at_end = following is None
-            self._taking.add()
+            self._taking.count_batch()
             yield samples
             self._expect_alive(generation)
             item = following
-        self._taking.end()
+        self._taking.finish_iteration()
 
 
 @dataclass(frozen=True)
@@ -361,7 +361,7 @@ class _Reader(IterableDataset[Any]):
         while read := self._read(samples, worker, place.block, self._block_size):
             findings = None
             if probe is not None:
-                findings = probe.compare(place.block, place, read[: self.batch_size])
+                findings = probe.compare_first_batch(place.block, place, read[: self.batch_size])
             block = self._shuffled(read, worker, place.block)
             after = self._state(), self._digest(place.digest, block)
             for start in range(place.taken, len(block), self.batch_size):
@@ -384,7 +384,7 @@ class _Reader(IterableDataset[Any]):
         if self.is_checked or worker or place.block or place.taken:
             return None
         self.is_checked = True
-        fresh = None if self._initial is None else FreshCopies.of(self._source)
+        fresh = None if self._initial is None else FreshCopies.keep_source(self._source)
         return None if fresh is None else Probe(self.read_first, self.epoch, fresh, place)
 
     def read_first(
@@ -431,14 +431,14 @@ class _Reader(IterableDataset[Any]):
     def _shuffled(self, block: list[Any], worker: int, number: int) -> list[Any]:
         if not self._num_shuffled:
             return block
-        own = randomness.generator(self._entropy("order", worker, number))
+        own = randomness.make_generator(self._entropy("order", worker, number))
         return [block[place] for place in torch.randperm(len(block), generator=own).tolist()]
 
     def _digest(self, before: str, block: list[Any]) -> str:
         """Add the first sample of a block to the digest of a replayed epoch."""
         if self._initial is not None or not block:
             return before
-        return identity.digest((before, block[0]))
+        return identity.digest_sample((before, block[0]))
 
     def _state(self) -> Any:
         return None if self._initial is None else _state_of(self._source)

@@ -30,13 +30,13 @@ class Taking:
         self._thread: int | None = None
         """Thread of that frame."""
 
-    def begin(self) -> None:
+    def start_iteration(self) -> None:
         """Note that an iterator begins."""
         self.has_begun = True
         self.is_interrupted = self.is_interrupted or self._is_open
         self._is_open = False
 
-    def add(self) -> None:
+    def count_batch(self) -> None:
         """Note that a batch is taken; call it from the generator that yields it."""
         self._is_open = True
         if torch.is_grad_enabled():
@@ -48,7 +48,7 @@ class Taking:
             frame = frame.f_back
         self._caller, self._thread = (id(frame), frame.f_code), threading.get_ident()
 
-    def end(self) -> None:
+    def finish_iteration(self) -> None:
         """Note that an iterator has given all of its batches."""
         self._is_open = False
 

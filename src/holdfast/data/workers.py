@@ -18,7 +18,7 @@ _iterators: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """torch's iterators with workers -> id of the process that started them."""
 
 
-def watch(batches: Any) -> None:
+def kill_at_exit(batches: Any) -> None:
     """Have the workers of torch's iterator killed at this process's exit."""
     _iterators[batches] = os.getpid()
 

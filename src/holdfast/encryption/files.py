@@ -20,7 +20,7 @@ from holdfast.format.suites import (
     tags_nbytes,
 )
 from holdfast.store.base import BlockWriter, Store, final_nbytes, ignore
-from holdfast.threads.buffers import take
+from holdfast.threads.buffers import allocate_pages
 
 
 class SealedFile:
@@ -35,12 +35,12 @@ class SealedFile:
         self.seal = seal
 
     def get(self, start: int, nbytes: int, *, afresh: bool = False) -> bytes:
-        """Return `nbytes` decrypted, authenticated bytes at `start`; raises as `read` does."""
+        """Return decrypted, authenticated bytes at `start`; raises as `decrypt_range` does."""
         plain = bytearray(nbytes)
-        self.read(start, memoryview(plain), afresh=afresh)
+        self.decrypt_range(start, memoryview(plain), afresh=afresh)
         return bytes(plain)
 
-    def read(
+    def decrypt_range(
         self,
         start: int,
         out: memoryview,
@@ -103,7 +103,7 @@ class SealedFile:
         overwritten = bytes(segment[-TAG_NBYTES:])
         segment[-TAG_NBYTES:] = tags[number * TAG_NBYTES : (number + 1) * TAG_NBYTES]
         try:
-            self._cipher.open(number, segment, plain, what=self._what)
+            self._cipher.decrypt_segment(number, segment, plain, what=self._what)
         except Tampered:
             if or_raise:
                 raise
@@ -181,7 +181,7 @@ class SealedWriter:
         num_blocks = length // BLOCK_NBYTES
         if len(self._last_block) != length % BLOCK_NBYTES or len(self._digests) != num_blocks:
             raise UsageError(f"finish: not all of the {length} bytes were written")
-        rest = memoryview(self._last_block + self._cipher.close(length))
+        rest = memoryview(self._last_block + self._cipher.collect_tags(length))
         for low in range(0, rest.nbytes, BLOCK_NBYTES):
             start = num_blocks * BLOCK_NBYTES + low
             self._inner.write(start, rest[low : low + BLOCK_NBYTES])
@@ -209,7 +209,7 @@ class _Scratch(threading.local):
     """Page-aligned memory for direct writes, one buffer for each thread."""
 
     def __init__(self) -> None:
-        self.memory = take(BLOCK_NBYTES + SEGMENT_NBYTES + mmap.PAGESIZE)
+        self.memory = allocate_pages(BLOCK_NBYTES + SEGMENT_NBYTES + mmap.PAGESIZE)
 
 
 _SCRATCH = _Scratch()

@@ -25,7 +25,7 @@ _MAX_READS = 3
 """Attempts to list and read boxes: a newer box may replace one between list and read."""
 
 
-def opened(store: Store, folder: str, document: bytes, keys: Sequence[Key]) -> Contents:
+def decrypt_manifest(store: Store, folder: str, document: bytes, keys: Sequence[Key]) -> Contents:
     """Decrypt a folder's stored manifest `document` with the user's `keys`."""
     what = f"{store.url}/{folder}/{layout.MANIFEST}"
     visible = decode_visible(document, what=what)

@@ -34,7 +34,7 @@ from holdfast.ranks.coordinator import (
     Coordinator,
     Exchange,
     RankFailure,
-    decoded,
+    decode_message,
 )
 from holdfast.ranks.waiting import Watch
 
@@ -115,7 +115,7 @@ class EncryptedRanks(Coordinator):
         failed = {r: self._failure("post", r, tag, said) for r, said in found.failed.items()}
         for rank, data in found.came.items():
             try:
-                came[rank] = self._plain("post", rank, tag, data)
+                came[rank] = self._decrypt_message("post", rank, tag, data)
             except Tampered:
                 failed[rank] = RankFailure("talking to the leader", _NOT_ENCRYPTED)
         return Collected(came=came, failed=failed, silent=found.silent)
@@ -140,7 +140,7 @@ class EncryptedRanks(Coordinator):
             failure = self._failure("announcement", LEADER, tag, said)
             raise RanksFailed(tag, {LEADER: failure}) from None
         try:
-            return self._plain("announcement", LEADER, tag, data)
+            return self._decrypt_message("announcement", LEADER, tag, data)
         except Tampered as error:
             raise RanksError(f"{tag}: the leader has not encrypted this message") from error
 
@@ -158,7 +158,9 @@ class EncryptedRanks(Coordinator):
         try:
             if self._key is None:
                 left_s = max(end - time.monotonic(), 0)
-                self._key = self._announce_key(left_s) if note is None else self._opened(note)
+                self._key = (
+                    self._announce_key(left_s) if note is None else self._unwrap_key_note(note)
+                )
         finally:
             self._lock.release()
         return max(end - time.monotonic(), 0)
@@ -170,8 +172,8 @@ class EncryptedRanks(Coordinator):
         self._inner.announce(self._tag, note, timeout_s=timeout_s)
         return key
 
-    def _opened(self, heard: bytes) -> bytes:
-        note = decoded(heard, _KeyNote, self._tag)
+    def _unwrap_key_note(self, heard: bytes) -> bytes:
+        note = decode_message(heard, _KeyNote, self._tag)
         what = f"rank {self.rank}: key of the ranks' messages"
         if note.suite != self._suite.name:
             raise UsageError(
@@ -190,7 +192,7 @@ class EncryptedRanks(Coordinator):
     def _in_clear(self, error: HoldfastError) -> RankFailure:
         """Describe why this rank has no key, without what a service has said: it may be secret."""
         if not isinstance(error, SealError):
-            return RankFailure.of(error, phase=_OPENING)
+            return RankFailure.from_error(error, phase=_OPENING)
         names = ", ".join(dict.fromkeys(key.name for key in self._encryption.opening))
         return RankFailure(
             _OPENING, f"{type(error).__name__}: its keys are {names}; its own error says why"
@@ -208,12 +210,12 @@ class EncryptedRanks(Coordinator):
 
     def _sealed(self, way: _Way, rank: int, tag: str, data: bytes) -> bytes:
         salt = fresh_secret()  # so that the derived key encrypts this message only
-        return salt + self._cipher(salt).encrypt(data, _place(way, rank, tag))
+        return salt + self._cipher(salt).encrypt(data, _make_context(way, rank, tag))
 
-    def _plain(self, way: _Way, rank: int, tag: str, message: bytes) -> bytes:
+    def _decrypt_message(self, way: _Way, rank: int, tag: str, message: bytes) -> bytes:
         """Decrypt a message; raises `Tampered` if `rank` has not sent it in this round."""
         salt, sealed = message[:SECRET_NBYTES], message[SECRET_NBYTES:]
-        return self._cipher(salt).decrypt(sealed, _place(way, rank, tag), what=tag)
+        return self._cipher(salt).decrypt(sealed, _make_context(way, rank, tag), what=tag)
 
     def _failure(self, way: _Way, rank: int, tag: str, said: RankFailure) -> RankFailure:
         """Decrypt why a rank failed; a rank without the key has sent the reason in clear."""
@@ -222,11 +224,13 @@ class EncryptedRanks(Coordinator):
         if said.phase != _ENCRYPTED:
             return RankFailure(said.phase, f"{said.reason} ({_NOT_ENCRYPTED})")
         try:
-            data = self._plain(way, rank, tag, base64.b64decode(said.reason, validate=True))
+            data = self._decrypt_message(
+                way, rank, tag, base64.b64decode(said.reason, validate=True)
+            )
         except (Tampered, ValueError):
             return RankFailure("telling why it failed", _NOT_ENCRYPTED)
-        return decoded(data, RankFailure, tag)
+        return decode_message(data, RankFailure, tag)
 
 
-def _place(way: _Way, rank: int, tag: str) -> bytes:
+def _make_context(way: _Way, rank: int, tag: str) -> bytes:
     return f"{way} of rank {rank}: {tag}".encode()

@@ -16,7 +16,7 @@ import msgspec
 from typing_extensions import override
 
 from holdfast.encryption.files import SealedFile, SealedWriter, plain_nbytes
-from holdfast.encryption.manifests import boxes_of, opened
+from holdfast.encryption.manifests import boxes_of, decrypt_manifest
 from holdfast.encryption.redaction import REDACTED, redact_mark, redact_record, redact_sidecar
 from holdfast.errors import (
     AlreadyExists,
@@ -198,10 +198,10 @@ class SealedStore(WrappedStore):
             SealError: the checkpoint is not for our keys, or not encrypted.
             Tampered: it was changed after it was encrypted.
         """
-        document = self._document(key)
+        document = self._decrypt_document(key)
         if document is not None:
             return _byte_range(document, start, nbytes, what=f"{self.url}/{key}")
-        reader = self.uncached()._reader(key)  # `get` bypasses local copies
+        reader = self.uncached()._open_reader(key)  # `get` bypasses local copies
         if reader is None:
             return self.inner.get(key, start, nbytes)
         stop = reader.seal.nbytes if nbytes is None else start + nbytes
@@ -210,10 +210,10 @@ class SealedStore(WrappedStore):
     @override
     def head(self, key: str) -> ObjectInfo:
         """Return the key and the decrypted length of an object."""
-        document = self._document(key)
+        document = self._decrypt_document(key)
         if document is not None:
             return ObjectInfo(key, len(document))
-        reader = self._reader(key)
+        reader = self._open_reader(key)
         if reader is None:
             return self.inner.head(key)
         info = self.inner.head(reader.key)
@@ -222,12 +222,12 @@ class SealedStore(WrappedStore):
     @override
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
         """Return all decrypted bytes of an object, of at most `max_nbytes`."""
-        document = self._document(key, afresh=afresh)
+        document = self._decrypt_document(key, afresh=afresh)
         what = f"{self.url}/{key}"
         if document is not None:
             expect_at_most(len(document), max_nbytes, what=what)
             return document
-        reader = self.uncached()._reader(key)  # as for `get`
+        reader = self.uncached()._open_reader(key)  # as for `get`
         if reader is None:
             return self.inner.get_whole(key, max_nbytes=max_nbytes, afresh=afresh)
         nbytes = self.head(key).nbytes
@@ -285,11 +285,11 @@ class SealedStore(WrappedStore):
         seen: Callable[[memoryview], object] = ignore,
         afresh: bool = False,
     ) -> None:
-        reader = self._reader(key)
+        reader = self._open_reader(key)
         if reader is None:
             self.inner.read_into(key, start, buffer, seen=seen, afresh=afresh)
         else:
-            reader.read(start, memoryview(buffer).cast("B"), seen=seen, afresh=afresh)
+            reader.decrypt_range(start, memoryview(buffer).cast("B"), seen=seen, afresh=afresh)
 
     @property
     @override
@@ -339,7 +339,7 @@ class SealedStore(WrappedStore):
 
     # Several ranks
 
-    def join(self, folder: str, rank: int, world_size: int) -> None:
+    def join_attempt(self, folder: str, rank: int, world_size: int) -> None:
         """Begin to write into an attempt together with other ranks, of which each calls this.
 
         Rank r has the numbers r, r + world_size and so on for its files.
@@ -349,7 +349,7 @@ class SealedStore(WrappedStore):
         with self._lock:
             self._attempts[folder] = attempt
 
-    def report(self, folder: str, name: str) -> WrittenSeal:
+    def describe_sealing(self, folder: str, name: str) -> WrittenSeal:
         """Return how this rank has encrypted a file of an attempt, for the leader to include."""
         attempt = self._attempt(folder)
         seal = attempt.seals[name]
@@ -399,7 +399,7 @@ class SealedStore(WrappedStore):
         with self._lock:
             self._attempts.pop(folder, None)
 
-    def _register(self, folder: str, *, afresh: bool = False) -> tuple[bytes, Contents | None]:
+    def _read_manifest(self, folder: str, *, afresh: bool = False) -> tuple[bytes, Contents | None]:
         """Read a folder's manifest document, decrypted; also its contents if it was encrypted.
 
         Raises:
@@ -421,7 +421,7 @@ class SealedStore(WrappedStore):
         except FormatError:
             return data, None  # the caller's own decoding reports it
         if is_sealed:
-            contents = opened(self.inner, folder, data, self._encryption.opening)
+            contents = decrypt_manifest(self.inner, folder, data, self._encryption.opening)
             with self._lock:
                 self._opened[folder] = contents
                 self._readers.pop(folder, None)
@@ -449,7 +449,7 @@ class SealedStore(WrappedStore):
 
     def read_authenticated(self, folder: str) -> bytes:
         """Read a folder's manifest document as stored; an encrypted one is authenticated."""
-        plain, contents = self._register(folder)
+        plain, contents = self._read_manifest(folder)
         return plain if contents is None else contents.document
 
     def lost_keys(self, folder: str) -> tuple[str, ...]:
@@ -482,7 +482,7 @@ class SealedStore(WrappedStore):
         if known is not None:
             return known
         try:
-            return self._register(folder)[1]
+            return self._read_manifest(folder)[1]
         except NotFound:
             return None
 
@@ -498,7 +498,7 @@ class SealedStore(WrappedStore):
             return {}
         return contents.files if contents is not None else {}
 
-    def _components(self, folder: str) -> tuple[str, ...]:
+    def _get_components(self, folder: str) -> tuple[str, ...]:
         with self._lock:
             known = self._opened.get(folder)
         return tuple(known.components) if known is not None else ()
@@ -506,7 +506,7 @@ class SealedStore(WrappedStore):
     def _plain_names(self, folder: str) -> Callable[[str], str]:
         """Return a function that maps stored names to plain ones, and keeps unknown names."""
         names = {seal.name: plain for plain, seal in self._seals(folder).items()}
-        components = self._components(folder)
+        components = self._get_components(folder)
 
         def plain(name: str) -> str:
             mark = layout.parse_thinned(name)
@@ -524,7 +524,7 @@ class SealedStore(WrappedStore):
         mark = layout.parse_thinned(name)
         if mark is not None:
             self._seals(folder)
-            components = self._components(folder)
+            components = self._get_components(folder)
             if mark[0] in components:
                 return layout.thinned_name(f"c{components.index(mark[0])}", mark[1])
             return name
@@ -544,7 +544,7 @@ class SealedStore(WrappedStore):
     def _sealed_sidecar(self, folder: str, name: str, data: bytes) -> tuple[str, bytes]:
         """Encrypt a sidecar, or redact it if it cannot be; returns its stored name and bytes."""
         try:
-            register, contents = self._register(folder)
+            register, contents = self._read_manifest(folder)
             is_plain = contents is None and isinstance(
                 decode_register(register, what=name), Manifest
             )
@@ -580,13 +580,13 @@ class SealedStore(WrappedStore):
             raise Tampered(f"{self.url}/{key}: it is not sealed, and the checkpoint is")
         return data  # a mark is valid by its name alone, whoever put it
 
-    def _document(self, key: str, *, afresh: bool = False) -> bytes | None:
+    def _decrypt_document(self, key: str, *, afresh: bool = False) -> bytes | None:
         """Read and decrypt a manifest or a sidecar; None for other keys."""
         place = _split_key(key)
         if place is None:
             return None
         if place[1] == layout.MANIFEST:
-            return self._register(place[0], afresh=afresh)[0]
+            return self._read_manifest(place[0], afresh=afresh)[0]
         return self._sidecar(*place, afresh=afresh) if layout.is_sidecar(place[1]) else None
 
     # Files
@@ -623,7 +623,7 @@ class SealedStore(WrappedStore):
         digest = blocks.file_digest(len(sealed), blocks.digest_blocks(sealed))
         attempt.stored[seal.name] = FileEntry(nbytes=len(sealed), digest=digest)
 
-    def _reader(self, key: str) -> SealedFile | None:
+    def _open_reader(self, key: str) -> SealedFile | None:
         """Return a cached reader that decrypts a file; None for a file that is not encrypted."""
         place = _split_key(key)
         if place is None or _is_encrypted_name(place[1]):

@@ -27,7 +27,7 @@ def num_blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
     return -(-nbytes // block_nbytes)
 
 
-def split(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> list[tuple[int, int]]:
+def list_blocks(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> list[tuple[int, int]]:
     """List (start, stop) of every block of a file of `nbytes`."""
     starts = range(0, nbytes, block_nbytes)
     return [(start, min(start + block_nbytes, nbytes)) for start in starts]
@@ -40,13 +40,13 @@ def max_stored_nbytes(nbytes: int) -> int:
 
 def max_file_nbytes(nbytes: int, block_nbytes: int = BLOCK_NBYTES) -> int:
     """Return the largest size of the stored form of a file of `nbytes`, with any codec."""
-    return sum(max_stored_nbytes(stop - start) for start, stop in split(nbytes, block_nbytes))
+    return sum(max_stored_nbytes(stop - start) for start, stop in list_blocks(nbytes, block_nbytes))
 
 
 def digest_blocks(data: Buffer, block_nbytes: int = BLOCK_NBYTES) -> bytes:
     """Compute the digests of all blocks of `data`, joined."""
     view = memoryview(data).cast("B")
-    parts = split(view.nbytes, block_nbytes)
+    parts = list_blocks(view.nbytes, block_nbytes)
     return b"".join(block_digest(view[start:stop]) for start, stop in parts)
 
 

@@ -37,7 +37,7 @@ class Ragged(msgspec.Struct, frozen=True, eq=False):
     """Position in `values` of the first one of each row, and of the end."""
 
     @classmethod
-    def of(cls, rows: _Rows) -> Ragged:
+    def from_lists(cls, rows: _Rows) -> Ragged:
         """Make it of lists."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         first = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
@@ -53,7 +53,7 @@ class Ragged(msgspec.Struct, frozen=True, eq=False):
         """Return one row."""
         return tuple(self.values[self.first[number] : self.first[number + 1]].tolist())
 
-    def rows(self, numbers: Column, length: int) -> Column:
+    def select_rows(self, numbers: Column, length: int) -> Column:
         """Return rows of this length, as an array of two dimensions."""
         return np.take(self.values, self.first[numbers][:, None] + np.arange(length))
 
@@ -96,7 +96,7 @@ def check_boxes(shapes: _Rows, boxes: Boxes) -> Column:
         Unfit: a box has another number of dimensions or reaches out of its tensor, or the boxes of
             a tensor leave something out, overlap or do not exist.
     """
-    whole = Ragged.of(shapes)
+    whole = Ragged.from_lists(shapes)
     num_dims = whole.lengths[boxes.tensor]
     for of_box in (boxes.offsets, boxes.sizes):
         _expect_none(
@@ -107,13 +107,16 @@ def check_boxes(shapes: _Rows, boxes: Boxes) -> Column:
     for num in np.flatnonzero(np.bincount(whole.lengths)).tolist():
         numbers = np.flatnonzero(num_dims == num)
         tensor = boxes.tensor[numbers]
-        start, sizes = boxes.offsets.rows(numbers, num), boxes.sizes.rows(numbers, num)
-        shape = whole.rows(tensor, num)
+        start, sizes = (
+            boxes.offsets.select_rows(numbers, num),
+            boxes.sizes.select_rows(numbers, num),
+        )
+        shape = whole.select_rows(tensor, num)
         outside: _Flags = np.any((sizes > shape) | (start > shape - sizes), axis=1)
         _expect_none(outside, tensor, "a shard reaches out of the tensor")
         counts[numbers] = sizes.prod(axis=1)
         owners = np.flatnonzero(whole.lengths == num)
-        _add_excess(excess, tensor, start, sizes, owners, whole.rows(owners, num))
+        _add_excess(excess, tensor, start, sizes, owners, whole.select_rows(owners, num))
     has_none: _Flags = np.bincount(boxes.tensor, minlength=len(shapes)) == 0
     wrong: _Flags = has_none | (excess % _PRIME).any(axis=0)
     _expect_none(wrong, np.arange(len(shapes)), "its shards do not tile it")

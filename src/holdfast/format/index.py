@@ -74,7 +74,7 @@ class Places(msgspec.Struct, frozen=True):
     """Offset of the shard's first byte in the file."""
     nbytes: Column
 
-    def of(self, numbers: Column) -> Places:
+    def select_shards(self, numbers: Column) -> Places:
         """Select the positions of some shards, in the order of `numbers`."""
         columns = (column[numbers] for column in (self.file, self.start, self.nbytes))
         return Places(self.files, *columns)
@@ -111,7 +111,9 @@ class TensorTable(Mapping[str, TensorEntry]):
         )
         if is_whole:
             return cls(specs, shards)
-        return cls(specs, shards, Boxes(tensor, Ragged.of(offsets), Ragged.of(sizes)))
+        return cls(
+            specs, shards, Boxes(tensor, Ragged.from_lists(offsets), Ragged.from_lists(sizes))
+        )
 
     @property
     def places(self) -> Places | None:
@@ -125,7 +127,7 @@ class TensorTable(Mapping[str, TensorEntry]):
         specs = {
             new: msgspec.structs.replace(self.specs[old], key=new) for new, old in keys.items()
         }
-        return TensorTable(specs, self.shards.of(self.numbers([*keys.values()])))
+        return TensorTable(specs, self.shards.select_shards(self.numbers([*keys.values()])))
 
     def stored_as(self, names: Mapping[str, str]) -> TensorTable:
         """Return this table with the stored names of its files, by plain name."""
@@ -143,10 +145,10 @@ class TensorTable(Mapping[str, TensorEntry]):
             return [*self.specs.values()], self.shards
         numbers, specs = self.numbers(keys), [self.specs[key] for key in keys]
         if self.boxes is None:
-            return specs, self.shards.of(numbers)
+            return specs, self.shards.select_shards(numbers)
         first = self._first[numbers]
         assert (self._first[numbers + 1] == first + 1).all(), "a tensor of several shards"
-        return specs, self.shards.of(first)
+        return specs, self.shards.select_shards(first)
 
     def is_whole(self, key: str) -> bool:
         """Whether a tensor is stored as one shard."""
@@ -166,7 +168,8 @@ class TensorTable(Mapping[str, TensorEntry]):
         else:
             shards = np.arange(self._first[number], self._first[number + 1])
             start, sizes = (
-                of_box.rows(shards, num_dims) for of_box in (self.boxes.offsets, self.boxes.sizes)
+                of_box.select_rows(shards, num_dims)
+                for of_box in (self.boxes.offsets, self.boxes.sizes)
             )
         if not shape:
             start, sizes = np.zeros((len(shards), 1), np.int64), np.ones((len(shards), 1), np.int64)
@@ -477,7 +480,7 @@ def _decode_stored(
         expected = block_digests.num_blocks(nbytes, document.block_nbytes)
         if num_blocks != expected:
             raise FormatError(f"{what}: {name} should have {expected:,} stored blocks")
-        spans = block_digests.split(nbytes, document.block_nbytes)
+        spans = block_digests.list_blocks(nbytes, document.block_nbytes)
         most = (max_stored_nbytes(stop - start) for start, stop in spans)
         if 0 in columns.nbytes or any(map(gt, columns.nbytes, most)):
             raise FormatError(f"{what}: {name} has a stored block that is too short or too long")
@@ -544,7 +547,7 @@ def _places_and_boxes(
     tensor = np.array(shards.tensor, np.int64)
     order = np.argsort(tensor, kind="stable")
     rows = ([of_all[n] for n in order.tolist()] for of_all in (shards.offsets, shards.sizes))
-    boxes = Boxes(tensor[order], *map(Ragged.of, rows))
+    boxes = Boxes(tensor[order], *map(Ragged.from_lists, rows))
     try:
         counts = check_boxes(component.shapes, boxes)
     except Unfit as error:
@@ -584,7 +587,7 @@ def _whole_tensors(component: _Component, sizes: list[int], *, what: str) -> Pla
 
 def _check_places(places: Places, files: Mapping[str, FileEntry], *, what: str) -> None:
     """Check that every shard lies in the data of its file, and no two overlap."""
-    places = places.of(np.lexsort((places.nbytes, places.start, places.file)))
+    places = places.select_shards(np.lexsort((places.nbytes, places.start, places.file)))
     lengths = np.array([files[name].nbytes for name in places.files], np.int64)[places.file]
     # Not by their sum, which may be beyond 64 bits.
     outside = (places.start > lengths) | (places.nbytes > lengths - places.start)

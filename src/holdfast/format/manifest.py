@@ -207,7 +207,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
         """The order of commits: (epoch, sequence)."""
         return (self.epoch, self.sequence)
 
-    def reference(self, folder: str) -> Reference:
+    def make_reference(self, folder: str) -> Reference:
         """Make a reference to this checkpoint, which is in `folder`."""
         return Reference(
             epoch=self.epoch, sequence=self.sequence, save_id=self.save_id, folder=folder

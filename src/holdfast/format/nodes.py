@@ -151,7 +151,7 @@ def _write_bytes(value: bytes) -> Any:
 
 
 def _read_bytes(text: Any) -> bytes:
-    value = base64.b64decode(_text(text), validate=True)
+    value = base64.b64decode(_require_text(text), validate=True)
     if base64.b64encode(value) != text.encode():
         raise ValueError("base64 with bits left over")
     return value
@@ -185,7 +185,7 @@ def _write_datetime(value: datetime.datetime) -> Any:
 
 
 def _read_datetime(text: Any) -> datetime.datetime:
-    value = datetime.datetime.fromisoformat(_text(text))
+    value = datetime.datetime.fromisoformat(_require_text(text))
     if value.isoformat() != text:
         raise ValueError("a time that is written in another way")
     return value
@@ -219,14 +219,14 @@ def read_tensor(node: dict[str, Any]) -> TensorRef:
         ValueError: the format has no such node.
     """
     if len(node) == 1:
-        return TensorRef(_text(node["$tensor"]))
+        return TensorRef(_require_text(node["$tensor"]))
     if not node.keys() <= _TENSOR_MEMBERS:
         raise ValueError("another member")
     flags = [node.get(name, True) for name in ("grad", "parameter")]
     if any(flag is not True for flag in flags):
         raise ValueError("a flag that is not true")
     return TensorRef(
-        _text(node["$tensor"]),
+        _require_text(node["$tensor"]),
         _read_device(node.get("device", "cpu")).name,
         "grad" in node,
         "parameter" in node,
@@ -254,13 +254,13 @@ def _read_order(parts: Any) -> tuple[int, ...]:
 
 
 def _read_dtype(text: Any) -> DtypeName:
-    if not _DTYPE.fullmatch(_text(text)):
+    if not _DTYPE.fullmatch(_require_text(text)):
         raise ValueError("not the name of a dtype")
     return DtypeName(text)
 
 
 def _read_device(text: Any) -> DeviceName:
-    if not is_device(_text(text)):
+    if not is_device(_require_text(text)):
         raise ValueError("not the name of a device")
     return DeviceName(text)
 
@@ -272,7 +272,7 @@ def _read_size(parts: Any) -> SizeTuple:
     return SizeTuple(tuple(dims))
 
 
-def _text(value: Any) -> str:
+def _require_text(value: Any) -> str:
     if type(value) is not str:
         raise ValueError("not text")
     return value
@@ -287,7 +287,7 @@ def _integers(value: Any, count: int | None = None) -> list[int]:
 
 
 def _from_hex(text: Any, nbytes: int) -> bytes:
-    if not re.fullmatch(r"[0-9a-f]*", _text(text)) or len(text) != 2 * nbytes:
+    if not re.fullmatch(r"[0-9a-f]*", _require_text(text)) or len(text) != 2 * nbytes:
         raise ValueError(f"not {2 * nbytes} hex digits")
     return bytes.fromhex(text)
 
@@ -329,11 +329,11 @@ WRITERS: Mapping[type, Callable[[Any], Any]] = {
 READERS: Mapping[str, Callable[[Any], Any]] = {
     "$float": _read_float,
     "$bytes": _read_bytes,
-    "$path": lambda text: pathlib.Path(_text(text)),
+    "$path": lambda text: pathlib.Path(_require_text(text)),
     "$timedelta": _read_timedelta,
     "$datetime": _read_datetime,
     "$scalar": _read_scalar,
-    "$array": lambda key: ArrayRef(_text(key)),
+    "$array": lambda key: ArrayRef(_require_text(key)),
     "$dtype": _read_dtype,
     "$device": _read_device,
     "$size": _read_size,

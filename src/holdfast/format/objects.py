@@ -67,21 +67,21 @@ class TreeDocument:
         """Encode the nodes into `data`; raises `UnsupportedState` if the tree is too large."""
         self.node = node
         self._beside = beside
-        self.data = self._written()
-        self._check(self.data)
+        self.data = self._encode_document()
+        self._check_limits(self.data)
 
-    def write(self) -> None:
+    def encode_nodes(self) -> None:
         """Encode the nodes into `data` again."""
-        data = self._written()
+        data = self._encode_document()
         if len(data) > _SURELY_FINE_NBYTES:
-            self._check(data)
+            self._check_limits(data)
         self.data = data
 
-    def _written(self) -> bytes:
+    def _encode_document(self) -> bytes:
         content = {"holdfast": FORMAT_VERSION, "tree": self.node, **self._beside}
         return msgspec.json.encode(content)
 
-    def _check(self, data: bytes) -> None:
+    def _check_limits(self, data: bytes) -> None:
         try:
             strictjson.check_limits(
                 data, what="", max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
@@ -181,7 +181,7 @@ def decode_beside(data: Buffer, name: str, *, what: str) -> Any:
     return document.get(name) if isinstance(document, dict) else None
 
 
-def join(path: str, name: object) -> str:
+def join_path(path: str, name: object) -> str:
     """Append a name to a path, as in "optimizer.state.0"."""
     return f"{path}.{name}" if path else str(name)
 
@@ -209,20 +209,20 @@ class _TreeEncoder:
         if type_ in _CONTAINERS:
             return self._container(value, path, level)
         if self._key_depth and type_ in _NEVER_KEYS:
-            return self._refuse(path, "a tensor, an array or a generator cannot be a key")
+            return self._record_offender(path, "a tensor, an array or a generator cannot be a key")
         write = WRITERS.get(type_)
         if write is not None:
             try:
                 return write(value)
             except ValueError as err:
-                return self._refuse(path, str(err))
+                return self._record_offender(path, str(err))
         if type_ is GeneratorState:
-            return self._generator(value, path, level)
+            return self._encode_generator(value, path, level)
         if type_ is EnumValue or isinstance(value, enum.Enum):
             return self._enum(value, path, level)
         return self._lower_and_encode(value, path, level, lowered=lowered)
 
-    def _refuse(self, path: str, reason: str) -> None:
+    def _record_offender(self, path: str, reason: str) -> None:
         self.offenders.append((path or "the tree", reason))
 
     def _lower_and_encode(self, value: Any, path: str, level: int, *, lowered: bool) -> Any:
@@ -233,7 +233,7 @@ class _TreeEncoder:
             replacement = Refused(_unsupported_reason(value))
         if type(replacement) is Refused:
             if self._stand_in is None or self._key_depth:
-                return self._refuse(path, replacement.reason)
+                return self._record_offender(path, replacement.reason)
             replacement = self._stand_in(path, replacement.reason)
         self._kept_alive.append(replacement)
         return self.encode(replacement, path, level, lowered=True)
@@ -241,13 +241,13 @@ class _TreeEncoder:
     def _container(self, value: Any, path: str, level: int) -> Any:
         identity = id(value)
         if identity in self._active:
-            return self._refuse(path, "contains itself")
+            return self._record_offender(path, "contains itself")
         if level > _MAX_LEVEL:
-            return self._refuse(path, "nested too deeply")
+            return self._record_offender(path, "nested too deeply")
         if self._key_depth:
             return _CONTAINERS[type(value)](self, value, path, level)
         if identity in self._numbers:
-            return self._reference(self._numbers[identity], path)
+            return self._encode_reference(self._numbers[identity], path)
         number = self._numbers[identity] = len(self._numbers)
         weight = self._weight
         self._active.add(identity)
@@ -256,33 +256,35 @@ class _TreeEncoder:
         self._weights[number] = self._weight - weight
         return node
 
-    def _reference(self, number: int, path: str) -> Any:
+    def _encode_reference(self, number: int, path: str) -> Any:
         self._weight += self._weights[number]
         if self._weight > MAX_TREE_VALUES:
-            return self._refuse(path, f"more than {MAX_TREE_VALUES:,} values, shared ones counted")
+            return self._record_offender(
+                path, f"more than {MAX_TREE_VALUES:,} values, shared ones counted"
+            )
         return {"$same": number}
 
     def write_list(self, value: Iterable[Any], path: str, level: int) -> list[Any]:
         encode = self.encode
-        return [encode(item, join(path, i), level + 1) for i, item in enumerate(value)]
+        return [encode(item, join_path(path, i), level + 1) for i, item in enumerate(value)]
 
     def write_tuple(self, value: Iterable[Any], path: str, level: int) -> Any:
         return {"$tuple": self.write_list(value, path, level + 1)}
 
     def write_dict(self, value: dict[Any, Any], path: str, level: int) -> Any:
         if not all(type(key) is str and key[:1] != "$" for key in value):
-            return {"$dict": self._pairs(value, path, level)}
+            return {"$dict": self._encode_pairs(value, path, level)}
         for key in value:
             if not is_unicode(key):
-                return self._refuse(path, f"the key {key[:80]!a} is not Unicode text")
+                return self._record_offender(path, f"the key {key[:80]!a} is not Unicode text")
         encode = self.encode
-        return {key: encode(item, join(path, key), level + 1) for key, item in value.items()}
+        return {key: encode(item, join_path(path, key), level + 1) for key, item in value.items()}
 
     def write_ordered(self, value: OrderedDict[Any, Any], path: str, level: int) -> Any:
-        return {"$ordered": self._pairs(value, path, level)}
+        return {"$ordered": self._encode_pairs(value, path, level)}
 
     def write_counter(self, value: Counter[Any], path: str, level: int) -> Any:
-        return {"$counter": self._pairs(value, path, level)}
+        return {"$counter": self._encode_pairs(value, path, level)}
 
     def write_set(self, value: Iterable[Any], path: str, level: int) -> Any:
         return {"$set": self._members(value, path, level)}
@@ -290,22 +292,25 @@ class _TreeEncoder:
     def write_frozenset(self, value: Iterable[Any], path: str, level: int) -> Any:
         return {"$frozenset": self._members(value, path, level)}
 
-    def _pairs(self, value: Mapping[Any, Any], path: str, level: int) -> list[list[Any]]:
+    def _encode_pairs(self, value: Mapping[Any, Any], path: str, level: int) -> list[list[Any]]:
         pairs = []
         for key, item in value.items():
-            at = join(path, _shown(key))
-            pairs.append([self._key(key, at, level + 3), self.encode(item, at, level + 3)])
+            at = join_path(path, _format_segment(key))
+            pairs.append([self._encode_key(key, at, level + 3), self.encode(item, at, level + 3)])
         self._check_keys(value, [key for key, _ in pairs], path)
         return pairs
 
     def _members(self, value: Iterable[Any], path: str, level: int) -> list[Any]:
-        members = [self._key(item, join(path, _shown(item)), level + 2) for item in value]
+        members = [
+            self._encode_key(item, join_path(path, _format_segment(item)), level + 2)
+            for item in value
+        ]
         if not self.offenders:
             members.sort(key=_sort_key)
         self._check_keys(value, members, path)
         return members
 
-    def _key(self, key: Any, path: str, level: int) -> Any:
+    def _encode_key(self, key: Any, path: str, level: int) -> Any:
         self._key_depth += 1
         node = self.encode(key, path, level)
         self._key_depth -= 1
@@ -316,33 +321,33 @@ class _TreeEncoder:
         self._num_other_keys += num_others
         if self._num_other_keys > MAX_OTHER_KEYS:
             self._num_other_keys = 0
-            self._refuse(path, f"with it there are more than {_OTHER_KEYS_LIMIT}")
+            self._record_offender(path, f"with it there are more than {_OTHER_KEYS_LIMIT}")
         elif num_others:
             self._num_comparisons += _num_comparisons(values)
             if self._num_comparisons > MAX_COMPARISONS:
                 self._num_comparisons = 0
-                self._refuse(path, f"with it there are {_COMPARISONS_LIMIT}")
+                self._record_offender(path, f"with it there are {_COMPARISONS_LIMIT}")
         texts = [msgspec.json.encode(key) for key in keys if type(key) is dict]
         texts = [text for text in texts if not text.startswith(_MAYBE_NAN)]
         if len(set(texts)) != len(texts):
-            self._refuse(path, "two of its keys would be written in the same way")
+            self._record_offender(path, "two of its keys would be written in the same way")
 
     def _enum(self, value: Any, path: str, level: int) -> Any:
         if level > _MAX_LEVEL:
-            return self._refuse(path, "nested too deeply")
+            return self._record_offender(path, "nested too deeply")
         kind = value.type if type(value) is EnumValue else type_name(type(value))
         name = None if value.name is None else self.encode(value.name, path, level)
-        member = self.encode(value.value, join(path, "value"), level + 2)
+        member = self.encode(value.value, join_path(path, "value"), level + 2)
         return {"$enum": {"type": kind, "name": name, "value": member}}
 
-    def _generator(self, value: GeneratorState, path: str, level: int) -> Any:
+    def _encode_generator(self, value: GeneratorState, path: str, level: int) -> Any:
         if level > _MAX_LEVEL:
-            return self._refuse(path, "nested too deeply")
+            return self._record_offender(path, "nested too deeply")
         members: dict[str, Any] = {"kind": value.kind}
         for name, member in value.members.items():
             if name == "kind" or name[:1] == "$":
-                self._refuse(path, f"a generator's state may have no member {name!r}")
-            members[name] = self.encode(member, join(path, name), level + 2)
+                self._record_offender(path, f"a generator's state may have no member {name!r}")
+            members[name] = self.encode(member, join_path(path, name), level + 2)
         return {"$generator": members}
 
 
@@ -376,7 +381,7 @@ class _TreeDecoder:
             raise self._error(f"a node {name!r} in a key or a set")
         argument = node[name]
         if name == "$tensor":
-            return self._tensor(node)
+            return self._decode_tensor(node)
         if len(node) != 1:
             raise self._error(f"a node {name[:40]!r} with other members")
         if name in _COLLECTIONS:
@@ -399,7 +404,7 @@ class _TreeDecoder:
     def _lifted(self, node: Any) -> Any:
         return node if self._lift is None else self._lift(node)
 
-    def _tensor(self, node: dict[str, Any]) -> Any:
+    def _decode_tensor(self, node: dict[str, Any]) -> Any:
         try:
             ref = read_tensor(node)
         except ValueError as err:
@@ -425,7 +430,7 @@ class _TreeDecoder:
     def _collection(self, name: str, nodes: list[Any]) -> Any:
         if name == "$tuple":
             return tuple(self._items(nodes))
-        items = self._keys(nodes) if name in ("$set", "$frozenset") else self._pairs(nodes)
+        items = self._keys(nodes) if name in ("$set", "$frozenset") else self._decode_pairs(nodes)
         try:
             value = _COLLECTIONS[name](items)
         except OverflowError as err:
@@ -454,7 +459,7 @@ class _TreeDecoder:
             return dict(zip(refs, self._lift_tensors([*refs.values()]), strict=True))
         return {name: self._lifted(ref) for name, ref in refs.items()}
 
-    def _pairs(self, nodes: list[Any]) -> list[tuple[Any, Any]]:
+    def _decode_pairs(self, nodes: list[Any]) -> list[tuple[Any, Any]]:
         if not all(type(pair) is list and len(pair) == 2 for pair in nodes):
             raise self._error("a dict node holds something that is not a pair")
         keys = self._keys([key for key, _ in nodes])
@@ -565,7 +570,7 @@ def _sort_key(node: Any) -> tuple[int, int, bytes]:
     return (0, node, b"") if type(node) is int else (1, 0, msgspec.json.encode(node))
 
 
-def _shown(key: Any) -> str:
+def _format_segment(key: Any) -> str:
     """Format a dict key or set member as a segment of a path."""
     if type(key) is str or (type(key) is int and key.bit_length() < 2000):
         return str(key)[:200]

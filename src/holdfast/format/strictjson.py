@@ -67,7 +67,7 @@ def loads(
     Size, number of values and depth are checked before anything is built.
     """
     check_limits(data, what=what, max_nbytes=max_nbytes, max_values=max_values)
-    return _parse(bytes(data), what=what)
+    return _decode_strictly(bytes(data), what=what)
 
 
 def loads_as(
@@ -116,7 +116,7 @@ def check_limits(
         plain = plain.replace(rb"\\", b"__").replace(rb"\"", b"__")
         if _LONE_SURROGATE.search(plain):
             raise FormatError(f"{what}: half of a surrogate pair in a text")
-    _scan(plain, what=what, max_values=max_values)
+    _check_limits(plain, what=what, max_values=max_values)
 
 
 def dumps(value: Any) -> bytes:
@@ -145,7 +145,7 @@ def convert(value: Any, type_: type[T], *, what: str) -> T:
         raise FormatError(f"{what}: {err}") from err
 
 
-def _scan(plain: bytes, *, what: str, max_values: int) -> None:
+def _check_limits(plain: bytes, *, what: str, max_values: int) -> None:
     """Raise `LimitExceeded` for too many values or levels; `plain` has no escaped quotes.
 
     In bytes that are not JSON the count is wrong only after the first error, which no parser
@@ -176,7 +176,7 @@ def _scan(plain: bytes, *, what: str, max_values: int) -> None:
             raise LimitExceeded(f"{what}: nested more than {MAX_DEPTH} levels deep")
 
 
-def _parse(text: bytes, *, what: str) -> Any:
+def _decode_strictly(text: bytes, *, what: str) -> Any:
     has_long_number = _may_have_long_number(text)
     if not has_long_number:
         try:

@@ -207,7 +207,7 @@ class FileCipher:
         self._tags: dict[int, bytes] = {}
 
     def seal(self, start: int, plain: Buffer, out: memoryview) -> None:
-        """Encrypt whole segments, from byte `start` on, into `out`; keep tags for `close`.
+        """Encrypt whole segments, from byte `start` on, into `out`; keep tags for `collect_tags`.
 
         Only the last segment of the file is shorter. The last 16 bytes of `out`, which `plain`
         lacks, are undefined afterwards.
@@ -222,19 +222,19 @@ class FileCipher:
             self._cipher.encrypt_into(data[low:high], piece, nonce=_nonce(number))
             self._tags[number] = bytes(piece[-TAG_NBYTES:])
 
-    def close(self, nbytes: int) -> bytes:
+    def collect_tags(self, nbytes: int) -> bytes:
         """Return the tags of all segments and the closing one, once all `nbytes` are encrypted."""
         number = num_segments(nbytes)
         nonce = _nonce(number, closes=True)
-        closing = self._cipher.encrypt(b"", _length(nbytes), nonce=nonce)
+        closing = self._cipher.encrypt(b"", _encode_length(nbytes), nonce=nonce)
         return b"".join(self._tags[n] for n in range(number)) + closing
 
     def check_closed(self, nbytes: int, tags: bytes, *, what: str) -> None:
         """Raise `Tampered` unless the closing tag in `tags` is that of a file of `nbytes`."""
         nonce = _nonce(num_segments(nbytes), closes=True)
-        self._cipher.decrypt(tags[-TAG_NBYTES:], _length(nbytes), nonce=nonce, what=what)
+        self._cipher.decrypt(tags[-TAG_NBYTES:], _encode_length(nbytes), nonce=nonce, what=what)
 
-    def open(self, number: int, sealed: Buffer, out: memoryview, *, what: str) -> None:
+    def decrypt_segment(self, number: int, sealed: Buffer, out: memoryview, *, what: str) -> None:
         """Decrypt a segment into `out`, from its ciphertext followed by its tag.
 
         Raises:
@@ -251,7 +251,7 @@ def seal_whole(suite: Suite, secret: bytes, plain: Buffer) -> bytes:
     sealed = bytearray(data.nbytes + TAG_NBYTES)
     cipher.seal(0, data, memoryview(sealed))
     del sealed[data.nbytes :]
-    return bytes(sealed) + cipher.close(data.nbytes)
+    return bytes(sealed) + cipher.collect_tags(data.nbytes)
 
 
 def _nonce(number: int, *, closes: bool = False) -> bytes:
@@ -259,5 +259,5 @@ def _nonce(number: int, *, closes: bool = False) -> bytes:
     return number.to_bytes(NONCE_NBYTES - 1, "big") + bytes([closes])
 
 
-def _length(nbytes: int) -> bytes:
+def _encode_length(nbytes: int) -> bytes:
     return nbytes.to_bytes(8, "little")

@@ -135,7 +135,7 @@ def lay_out(
         chosen = [spec for spec in specs if (spec.key in apart) == is_apart]
         chosen.sort(key=lambda spec: -ITEM_NBYTES[spec.dtype])
         for group in _groups(chosen):
-            files += _files(component, group, first_number=first_number + len(files))
+            files += _plan_files(component, group, first_number=first_number + len(files))
     return files
 
 
@@ -234,7 +234,7 @@ def _groups(specs: Sequence[TensorSpec]) -> Iterator[list[TensorSpec]]:
         yield group
 
 
-def _files(component: str, group: Sequence[TensorSpec], first_number: int) -> list[TensorFile]:
+def _plan_files(component: str, group: Sequence[TensorSpec], first_number: int) -> list[TensorFile]:
     """Plan the file of a group, or several if the keys are too long for one header."""
     offsets = [0]
     entries: dict[str, Any] = {METADATA: {"format": "holdfast", "component": component}}
@@ -256,8 +256,8 @@ def _halves(component: str, group: Sequence[TensorSpec], first_number: int) -> l
     if len(group) == 1:
         raise UsageError(f"component {component!r}: the key {group[0].key[:80]!r}… is too long")
     middle = len(group) // 2
-    files = _files(component, group[:middle], first_number)
-    return files + _files(component, group[middle:], first_number + len(files))
+    files = _plan_files(component, group[:middle], first_number)
+    return files + _plan_files(component, group[middle:], first_number + len(files))
 
 
 def _header_entry(spec: TensorSpec, start: int, stop: int) -> _HeaderEntry:

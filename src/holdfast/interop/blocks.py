@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from holdfast.errors import CorruptData, DeadlineExceeded
-from holdfast.interop.files import copy
+from holdfast.interop.files import copy_bytes
 from holdfast.loading.block_reader import FileBlocks, begin_block
 from holdfast.store.base import Store
 from holdfast.threads.buffers import Buffers
@@ -57,14 +57,14 @@ class CheckedBlocks:
         self._held: dict[_BlockId, _Held] = {}
         """The blocks by the time of their last use."""
 
-    def copy(self, file: str, start: int, memory: memoryview) -> None:
+    def fill_memory(self, file: str, start: int, memory: memoryview) -> None:
         """Fill `memory` from byte `start` of a file."""
         size, done = self._block_nbytes, 0
         while done < memory.nbytes:
             number, skipped = divmod(start + done, size)
             count = min(size - skipped, memory.nbytes - done)
-            with self._block(file, number) as plain:
-                copy(plain[skipped : skipped + count], memory[done : done + count])
+            with self._hold_block(file, number) as plain:
+                copy_bytes(plain[skipped : skipped + count], memory[done : done + count])
             done += count
 
     def nbytes_lent(self, start: int) -> int:
@@ -75,19 +75,19 @@ class CheckedBlocks:
     def lent(self, file: str, start: int, nbytes: int) -> Iterator[memoryview]:
         """Yield bytes of one block of a file where they lie; they stay until the `with` ends."""
         number, skipped = divmod(start, self._block_nbytes)
-        with self._block(file, number) as plain:
+        with self._hold_block(file, number) as plain:
             yield plain[skipped : skipped + nbytes]
 
     @contextmanager
-    def _block(self, file: str, number: int) -> Iterator[memoryview]:
+    def _hold_block(self, file: str, number: int) -> Iterator[memoryview]:
         held, is_mine = self._hold((file, number))
         try:
             if is_mine:
-                self._read(file, number, held)
-            _wait(held.read, f"{self._store.url}/{self._files[file].key}: block {number}")
+                self._read_checked_block(file, number, held)
+            _wait_for_read(held.read, f"{self._store.url}/{self._files[file].key}: block {number}")
             yield held.memory[: held.nbytes]
         finally:
-            self._release(held)
+            self._release_block(held)
 
     def _hold(self, block: _BlockId) -> tuple[_Held, bool]:
         """Return a block that stays until it is released, and whether the caller must read it."""
@@ -99,10 +99,12 @@ class CheckedBlocks:
                 return held, False
             file, number = block
             nbytes = min(self._block_nbytes, self._nbytes[file] - number * self._block_nbytes)
-            held = self._held[block] = _Held(self._buffers.take(self._block_nbytes), nbytes)
+            held = self._held[block] = _Held(
+                self._buffers.acquire_buffer(self._block_nbytes), nbytes
+            )
             return held, True
 
-    def _read(self, file: str, number: int, held: _Held) -> None:
+    def _read_checked_block(self, file: str, number: int, held: _Held) -> None:
         blocks = self._files[file]
         try:
             check = begin_block(
@@ -122,16 +124,16 @@ class CheckedBlocks:
             raise
         held.read.set_result(None)
 
-    def _release(self, held: _Held) -> None:
+    def _release_block(self, held: _Held) -> None:
         with self._lock:
             held.num_users -= 1
             unused = [block for block, one in self._held.items() if not one.num_users]
             num_excess = len(unused) - max(1, KEPT_NBYTES // self._block_nbytes)
             for block in unused[: max(num_excess, 0)]:
-                self._buffers.give_back(self._held.pop(block).memory)
+                self._buffers.release_buffer(self._held.pop(block).memory)
 
 
-def _wait(read: Future[None], what: str) -> None:
+def _wait_for_read(read: Future[None], what: str) -> None:
     try:
         read.result(timeout=READ_TIMEOUT_S)
     except FutureTimeout:

@@ -36,7 +36,7 @@ class SharedBox:
     to_strides: tuple[int, ...]
 
     @property
-    def count(self) -> int:
+    def num_elements(self) -> int:
         """Number of its elements."""
         return math.prod(self.sizes)
 
@@ -46,9 +46,9 @@ class SharedBox:
         reach = sum(
             (size - 1) * step for size, step in zip(self.sizes, self.to_strides, strict=True)
         )
-        return self.length == self.count == reach + 1
+        return self.length == self.num_elements == reach + 1
 
-    def copy(self, read: Any, target: Any, item_nbytes: int) -> None:
+    def copy_range(self, read: Any, target: Any, item_nbytes: int) -> None:
         """Copy it from `read`, which has `length` elements, into the bytes of the range."""
         kind = _VIEWS[item_nbytes]
         old = as_strided(read.view(kind), self.sizes, [n * item_nbytes for n in self.from_strides])
@@ -104,15 +104,17 @@ def _ranges(
     row = math.prod(rest)
     head, tail = -(-start // row), stop // row
     if head > tail:  # inside one row
-        yield from _rows(rest, tail, start - tail * row, stop - tail * row)
+        yield from _split_row(rest, tail, start - tail * row, stop - tail * row)
         return
-    yield from _rows(rest, head - 1, start - (head - 1) * row, row if start < head * row else 0)
+    yield from _split_row(
+        rest, head - 1, start - (head - 1) * row, row if start < head * row else 0
+    )
     if head < tail:
         yield (head, *(0 for _ in rest)), (tail, *rest)
-    yield from _rows(rest, tail, 0, stop - tail * row)
+    yield from _split_row(rest, tail, 0, stop - tail * row)
 
 
-def _rows(
+def _split_row(
     rest: tuple[int, ...], row: int, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     for low, high in _ranges(rest, start, stop):

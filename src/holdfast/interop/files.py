@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from holdfast.errors import CorruptData, StoreError
 from holdfast.store.base import ignore
-from holdfast.store.local.reads import DIRECT_NBYTES_MIN, OpenFile, fill
+from holdfast.store.local.reads import DIRECT_NBYTES_MIN, OpenFile, fill_from_file
 from holdfast.system import CLOSED_ON_EXEC
 from holdfast.threads.buffers import Buffers
 
@@ -69,7 +69,7 @@ class LocalFile(ReadableFile):
         self.nbytes = self._written[0]
 
     @classmethod
-    def open(cls, path: Path) -> LocalFile:
+    def open_regular(cls, path: Path) -> LocalFile:
         """Open a regular file."""
         if not path.is_file():
             raise StoreError(f"{path}: not a regular file")
@@ -83,7 +83,7 @@ class LocalFile(ReadableFile):
         memory = memory.cast("B")
         try:
             if memory.nbytes < DIRECT_NBYTES_MIN:
-                self._fill(memory, start, direct=False)
+                self._fill_from_file(memory, start, direct=False)
             else:
                 self._read_pages(start, memory)
             is_same = self._now() == self._written
@@ -113,15 +113,15 @@ class LocalFile(ReadableFile):
         page = mmap.PAGESIZE
         skipped, stop = start % page, start + memory.nbytes
         nbytes = max(stop, min(-(-stop // page) * page, self.nbytes)) - (start - skipped)
-        buffer = self._buffers.take(nbytes)
+        buffer = self._buffers.acquire_buffer(nbytes)
         try:
-            self._fill(buffer[:nbytes], start - skipped, direct=True)
-            copy(buffer[skipped : skipped + memory.nbytes], memory)
+            self._fill_from_file(buffer[:nbytes], start - skipped, direct=True)
+            copy_bytes(buffer[skipped : skipped + memory.nbytes], memory)
         finally:
-            self._buffers.give_back(buffer)
+            self._buffers.release_buffer(buffer)
 
-    def _fill(self, memory: memoryview, start: int, *, direct: bool) -> None:
-        fill(
+    def _fill_from_file(self, memory: memoryview, start: int, *, direct: bool) -> None:
+        fill_from_file(
             self._file,
             memory,
             start,
@@ -166,7 +166,7 @@ class _Part(io.RawIOBase):
         return count
 
 
-def copy(old: memoryview, new: memoryview) -> None:
+def copy_bytes(old: memoryview, new: memoryview) -> None:
     """Copy bytes to memory of the same length; other threads run meanwhile."""
     if new.nbytes < _COPIED_NBYTES:
         new[:] = old

@@ -46,7 +46,7 @@ class Forks:
         if IS_LINUX and threading.active_count() == 1 and num_cores() > 1:
             with suppress(OSError):
                 for _ in range(min(num_cores(), _MAX_FORKS)):
-                    self._add()
+                    self._start_process()
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +69,7 @@ class Forks:
         """Threads that each fork may use to compute: its part of the cores."""
         return max(num_cores() // max(len(self), 1), 1)
 
-    def _add(self) -> None:
+    def _start_process(self) -> None:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
         others = [*self._connections, ours]

@@ -14,7 +14,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.encryption.store import sealing
 from holdfast.errors import MissingKey, NoCheckpoint, NotSealed, UsageError
 from holdfast.format.blocks import num_blocks
@@ -24,14 +24,14 @@ from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import document
 from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
 from holdfast.interop.opening import open_source
-from holdfast.interop.optimizers import Hints, is_torch_form, named
+from holdfast.interop.optimizers import Hints, is_torch_form, name_parameters
 from holdfast.interop.reading import ahead
 from holdfast.interop.renaming import RenameRules
 from holdfast.interop.roots import WrittenRoot
 from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_no_loss
 from holdfast.keys import Encryption
 from holdfast.policy.naming import DEFAULT_LABEL
-from holdfast.results import Checkpoint, Phase, describe
+from holdfast.results import Checkpoint, Phase, build_checkpoint
 from holdfast.root.catalog import Catalog
 from holdfast.saving.environment import environment
 from holdfast.saving.participants import SaveParticipant
@@ -106,7 +106,9 @@ def plan_import(
     """
     expect_no_loss(source, components, allow_loss=allow_loss)
     rules = rename or RenameRules()
-    parts = {name: source.part(name) for name in components} if components else source.parts
+    parts = (
+        {name: source.get_component(name) for name in components} if components else source.parts
+    )
     left = [*source.left_out]
     left += [
         LeftOut(path=name, why="not among the components asked for")
@@ -149,7 +151,7 @@ def _is_module(part: SourceComponent) -> bool:
 
 def _module(component: str, part: SourceComponent, rules: RenameRules) -> Taken:
     """Rename the tensors of a module, whose keys become the new names."""
-    names = rules.table(part.tree, component)
+    names = rules.map_names(part.tree, component)
     keys: dict[str, str] = {}
     """Key in the source → new key: of tied tensors the first name."""
     tree: dict[str, Any] = {}
@@ -162,7 +164,7 @@ def _module(component: str, part: SourceComponent, rules: RenameRules) -> Taken:
     inside = SourceComponent(kind="module", tree=tree, specs={}).leaves
     old_keys = {new: old for old, new in keys.items()}
     old_keys |= {ref.key: ref.key for ref in inside.values() if ref.key not in old_keys}
-    return Taken(kind="module", tree=tree, specs=_specs(part, old_keys), keys=old_keys)
+    return Taken(kind="module", tree=tree, specs=_rename_specs(part, old_keys), keys=old_keys)
 
 
 def _other(
@@ -173,24 +175,26 @@ def _other(
     notes: list[str],
 ) -> Taken:
     if is_torch_form(part.tree):
-        found = named(part, modules, hints)
+        found = name_parameters(part, modules, hints)
         if not isinstance(found, str):
             if found.note:
                 notes.append(f"{component}: {found.note}")
             return Taken(
                 kind="optimizer",
                 tree=found.tree,
-                specs=_specs(part, found.keys),
+                specs=_rename_specs(part, found.keys),
                 keys=found.keys,
             )
         notes.append(
             f"{component}: stored as it is, and no optimizer can be resumed from it: {found}"
         )
     keys = {ref.key: ref.key for ref in part.leaves.values()}
-    return Taken(kind=_kind(part), tree=part.tree, specs=_specs(part, keys), keys=keys)
+    return Taken(
+        kind=_choose_kind(part), tree=part.tree, specs=_rename_specs(part, keys), keys=keys
+    )
 
 
-def _kind(part: SourceComponent) -> str:
+def _choose_kind(part: SourceComponent) -> str:
     tree = part.tree
     if part.kind in ("optimizer", "module") and (is_torch_form(tree) or part.kind == "module"):
         return "tree"
@@ -199,7 +203,7 @@ def _kind(part: SourceComponent) -> str:
     return part.kind
 
 
-def _specs(part: SourceComponent, old_keys: Mapping[str, str]) -> dict[str, TensorSpec]:
+def _rename_specs(part: SourceComponent, old_keys: Mapping[str, str]) -> dict[str, TensorSpec]:
     new_keys: dict[str, list[str]] = {}
     for new, old in old_keys.items():
         new_keys.setdefault(old, []).append(new)
@@ -210,7 +214,7 @@ def _specs(part: SourceComponent, old_keys: Mapping[str, str]) -> dict[str, Tens
     }
 
 
-@checked()
+@check_arguments()
 def import_checkpoint(
     source: str | os.PathLike[str],
     root: str | os.PathLike[str] | Store,
@@ -300,8 +304,8 @@ def commit_import(
             kinds={name: one.kind for name, one in plan.taken.items()},
             transfer=transfer,
         )
-        claim, sequence = written.claim(
-            nbytes=staged.nbytes, num_files=len(staged.sizes), takeover=False
+        claim, sequence = written.claim_root(
+            nbytes=staged.nbytes, num_files=len(staged.file_sizes), takeover=False
         )
         request = SaveRequest(
             label=label or DEFAULT_LABEL.format(step=at),
@@ -320,15 +324,15 @@ def commit_import(
         )
         tools = written.tools(_TIMEOUT_S)
         attempt, _ = write(tools, staged, request, SaveParticipant(), phase=Phase())
-        written.end(attempt)
+        written.publish_attempt(attempt)
     finally:
-        transfer.close()
-        written.release()
-        written.threads.close()
+        transfer.stop_reading_ahead()
+        written.release_run()
+        written.threads.close_pools()
     entry = Catalog(written.store).entry(attempt.name)
     if entry is None:
         raise NoCheckpoint(f"{written.store.url}/{attempt.folder}: deleted since it was committed")
-    return describe(written.store, entry, notes=(*plan.notes, *map(_line, plan.left_out)))
+    return build_checkpoint(written.store, entry, notes=(*plan.notes, *map(_line, plan.left_out)))
 
 
 def _expect_sealed(store: Store) -> None:
@@ -380,24 +384,24 @@ class SourceTransfer(StagingTransfer):
         self._nbytes = plan.nbytes
         self._report = report
 
-    def close(self) -> None:
+    def stop_reading_ahead(self) -> None:
         """Stop reading ahead."""
         self._filled.close()
 
     @override
-    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
+    def run_copies(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
         """No-op: no training waits."""
 
     @override
-    def fail(self, error: BaseException) -> None:
+    def cancel_copying(self, error: BaseException) -> None:
         """No-op: no training goes on."""
 
     @override
-    def settle(self, timeout_s: float) -> None:
+    def wait_for_threads(self, timeout_s: float) -> None:
         """No-op: `close` waits for the threads that read."""
 
     @override
-    def finish(self) -> None:
+    def release_waiters(self) -> None:
         """No-op: nobody waits."""
 
     @override
@@ -423,12 +427,14 @@ def _fills(
         for known in of_component:
             for number in range(num_blocks(known.file.nbytes)):
                 # Not in the thread that reads: a job that waits cannot be cancelled.
-                buffer = pool.take(_TIMEOUT_S)
+                buffer = pool.acquire_buffer(_TIMEOUT_S)
                 keys = plan.taken[name].keys
-                yield partial(_fill, plan.source, name, keys, known.file, number, pool, buffer)
+                yield partial(
+                    _fill_buffer, plan.source, name, keys, known.file, number, pool, buffer
+                )
 
 
-def _fill(
+def _fill_buffer(
     source: Source,
     component: str,
     keys: Mapping[str, str],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import Self, override
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
@@ -46,7 +46,7 @@ _NUMPY = {
 """Types that numpy has, by their names in an index."""
 
 
-@checked()
+@check_arguments()
 def load_file(
     source: str | os.PathLike[str] | Store,
     *,
@@ -142,7 +142,7 @@ class LazyFile(Mapping[str, "LazyTensor"]):
             if len(self.components) != 1:
                 raise UsageError(f"name one of the components {', '.join(self.components)}")
             component = self.components[0]
-        part = self._source.part(component)
+        part = self._source.get_component(component)
         return _lifted(self._source, component, part.tree)
 
     def close(self) -> None:
@@ -214,11 +214,11 @@ class LazyTensor:
                 raise UsageError(
                     f"[{rows.start}:{rows.stop}:{rows.step}]: only slices of step 1 are read"
                 )
-            return self._rows(start, max(start, stop))
+            return self._slice_rows(start, max(start, stop))
         number = rows + self.shape[0] if rows < 0 else rows
         if not 0 <= number < self.shape[0]:
             raise IndexError(f"row {rows} of {self.shape[0]}")
-        found = self._rows(number, number + 1)
+        found = self._slice_rows(number, number + 1)
         found.shape = self.shape[1:]
         return found
 
@@ -230,7 +230,7 @@ class LazyTensor:
         twice as long.
         """
         raw: Any = np.empty(self.nbytes, np.uint8)
-        self._read(memoryview(raw))
+        self._read_all_into(memoryview(raw))
         native = _NUMPY.get(self.dtype)
         if native is not None:
             return raw.view(native).reshape(self.shape)
@@ -249,7 +249,7 @@ class LazyTensor:
         found = torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype])
         if self.nbytes:
             target: Any = found.reshape(-1).view(torch.uint8).numpy()
-            self._read(memoryview(target))
+            self._read_all_into(memoryview(target))
         return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -261,14 +261,14 @@ class LazyTensor:
     def __repr__(self) -> str:
         return f"<{self.dtype} {'×'.join(map(str, self.shape)) or 'scalar'}, not read>"
 
-    def _rows(self, start: int, stop: int) -> LazyTensor:
+    def _slice_rows(self, start: int, stop: int) -> LazyTensor:
         found = LazyTensor(self._source, self._component, self._spec)
         row_nbytes = math.prod(self.shape[1:]) * ITEM_NBYTES[self.dtype]
         found._start = self._start + start * row_nbytes
         found.shape = (stop - start, *self.shape[1:])
         return found
 
-    def _read(self, memory: memoryview) -> None:
+    def _read_all_into(self, memory: memoryview) -> None:
         read_whole(self._source, self._component, self._spec.key, self._start, memory)
 
 

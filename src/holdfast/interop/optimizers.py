@@ -70,7 +70,7 @@ class Hints:
     """Function from a name of a parameter to its new one."""
 
 
-def named(
+def name_parameters(
     part: SourceComponent, modules: Mapping[str, SourceComponent], hints: Hints
 ) -> Named | str:
     """Name the parameters of an optimizer in torch's form; return the reason where that is unsafe.
@@ -90,7 +90,7 @@ def named(
     of_slots = {number: _shapes(state.get(number), part.specs) for number in numbers}
     shapes = {number: max(found, key=len, default=None) for number, found in of_slots.items()}
     recorded = _recorded(groups, of_slots, model, hints.rename)
-    names = recorded or _found(groups, shapes, model, hints)
+    names = recorded or _match_parameters(groups, shapes, model, hints)
     if isinstance(names, str):
         return names
     known = [shape for shape in shapes.values() if shape is not None]
@@ -146,7 +146,7 @@ def _recorded(
     return found
 
 
-def _found(
+def _match_parameters(
     groups: Sequence[Any],
     shapes: Mapping[Any, tuple[int, ...] | None],
     model: SourceComponent,
@@ -222,7 +222,7 @@ def _renamed(
         if number not in part.tree["state"]:
             continue
         slots[name] = relabelled(part.tree["state"][number], name, table)
-        found = _device(part.tree["state"][number], part.specs, shapes[name])
+        found = _find_device(part.tree["state"][number], part.specs, shapes[name])
         if found != "cpu":
             devices[name] = found
     groups = part.tree["param_groups"]
@@ -242,7 +242,7 @@ def _renamed(
     return Named(tree=tree, keys={new: old for old, new in table.items()}, note=note)
 
 
-def _device(slots: Any, specs: Mapping[str, TensorSpec], shape: Sequence[int]) -> str:
+def _find_device(slots: Any, specs: Mapping[str, TensorSpec], shape: Sequence[int]) -> str:
     refs = slots.values() if isinstance(slots, dict) else ()
     for ref in refs:
         if isinstance(ref, TensorRef) and list(specs[ref.key].shape) == [*shape]:
@@ -280,7 +280,7 @@ def type_of(groups: Sequence[Mapping[str, Any]]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def numbered(tree: Mapping[str, Any]) -> dict[str, Any]:
+def number_parameters(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Convert Holdfast's tree of an optimizer to torch's `state_dict`, with numbered parameters."""
     names = [name for group in tree["groups"] for name in group]
     numbers = {name: number for number, name in enumerate(names)}

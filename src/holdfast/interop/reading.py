@@ -15,7 +15,7 @@ from typing import TypeVar
 from holdfast.errors import DeadlineExceeded
 from holdfast.interop.source import Source
 from holdfast.threads.buffers import Buffers
-from holdfast.threads.workers import Workers, cancel, gather, num_cores
+from holdfast.threads.workers import Workers, cancel, gather_results, num_cores
 
 T = TypeVar("T")
 
@@ -45,7 +45,9 @@ class TensorPiece:
     memory: memoryview
 
 
-def pieces(source: Source, wanted: Iterable[tuple[str, str]]) -> Generator[TensorPiece, None, None]:
+def read_pieces(
+    source: Source, wanted: Iterable[tuple[str, str]]
+) -> Generator[TensorPiece, None, None]:
     """Read tensors, given as (component, key), in the order given; each in pieces from its start.
 
     Where the pieces of a large tensor end depends on how the source stores it.
@@ -53,7 +55,7 @@ def pieces(source: Source, wanted: Iterable[tuple[str, str]]) -> Generator[Tenso
     reads any more once the iterator is exhausted or closed.
     """
     buffers = Buffers()
-    jobs = (partial(_read, source, batch, buffers) for batch in _batches(source, wanted))
+    jobs = (partial(_read_batch, source, batch, buffers) for batch in _batches(source, wanted))
     with closing(ahead(jobs, source.url)) as batches:
         for found, done in batches:
             yield from found
@@ -67,7 +69,8 @@ def in_batches(
     *,
     num_at_once: int | None = None,
 ) -> Generator[T, None, None]:
-    """Read tensors as `pieces` does; yield what `work` returns of each batch of pieces, in order.
+    """Read tensors as `read_pieces` does; yield what `work` returns of each batch of pieces, in
+    order.
 
     `work` runs in the threads that read, `num_at_once` at a time, by default as many as there are
     cores; pieces are valid until it returns.
@@ -77,7 +80,7 @@ def in_batches(
     turns = BoundedSemaphore(num_at_once or num_cores())
 
     def job(batch: list[_Planned]) -> T:
-        found, done = _read(source, batch, buffers)
+        found, done = _read_batch(source, batch, buffers)
         try:
             if not turns.acquire(timeout=READ_TIMEOUT_S):
                 raise DeadlineExceeded(f"{source.url}: no turn within {READ_TIMEOUT_S:.0f} s")
@@ -104,12 +107,12 @@ def ahead(
         for job in jobs:
             waiting.append(workers.submit(job))
             if len(waiting) > most:
-                yield _result(waiting.popleft(), what)
+                yield _wait_for_read(waiting.popleft(), what)
         while waiting:
-            yield _result(waiting.popleft(), what)
+            yield _wait_for_read(waiting.popleft(), what)
     finally:
         cancel(waiting, timeout_s=READ_TIMEOUT_S)
-        workers.close()
+        workers.close_pool()
 
 
 def read_whole(source: Source, component: str, key: str, start: int, memory: memoryview) -> None:
@@ -132,9 +135,11 @@ def read_whole(source: Source, component: str, key: str, start: int, memory: mem
             )
             for at in range(0, memory.nbytes, PIECE_NBYTES)
         ]
-        gather(reads, timeout_s=READ_TIMEOUT_S, what=f"{source.url}: reading {component}:{key}")
+        gather_results(
+            reads, timeout_s=READ_TIMEOUT_S, what=f"{source.url}: reading {component}:{key}"
+        )
     finally:
-        workers.close()
+        workers.close_pool()
 
 
 _Planned = tuple[str, str, int, int, int]
@@ -165,7 +170,7 @@ def _batches(source: Source, wanted: Iterable[tuple[str, str]]) -> Iterator[list
         yield batch
 
 
-def _read(
+def _read_batch(
     source: Source, batch: list[_Planned], buffers: Buffers
 ) -> tuple[list[TensorPiece], Callable[[], object]]:
     """Read the pieces of a batch; return them, and what to call when they are not used any more."""
@@ -177,17 +182,17 @@ def _read(
             return [
                 TensorPiece(component=component, key=key, start=start, memory=memory)
             ], lent.close
-    buffer = buffers.take(PIECE_NBYTES)
+    buffer = buffers.acquire_buffer(PIECE_NBYTES)
     found = []
     for component, key, start, count, at in batch:
         memory = buffer[at : at + count]
         if count:
             source.read_into(component, key, start, memory)
         found.append(TensorPiece(component=component, key=key, start=start, memory=memory))
-    return found, partial(buffers.give_back, buffer)
+    return found, partial(buffers.release_buffer, buffer)
 
 
-def _result(read: Future[T], what: str) -> T:
+def _wait_for_read(read: Future[T], what: str) -> T:
     try:
         return read.result(timeout=READ_TIMEOUT_S)
     except FutureTimeout:

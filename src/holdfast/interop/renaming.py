@@ -30,13 +30,13 @@ class RenameRules:
     def __call__(self, name: str) -> str:
         """Return the new name of a tensor."""
         for old, rule in self._rules:
-            renamed = rule.apply(name)
+            renamed = rule.rename_path(name)
             if renamed is not None:
                 self._unused.pop(old, None)
                 return renamed
         return name
 
-    def table(self, names: Iterable[str], component: str) -> dict[str, str]:
+    def map_names(self, names: Iterable[str], component: str) -> dict[str, str]:
         """Map all names of a component to new ones."""
         made = {name: self(name) for name in names}
         taken: dict[str, str] = {}
@@ -65,7 +65,7 @@ class _Rule:
         self._new = new.split(".")
         self._pattern = re.compile(_expression(old.split(".")))
 
-    def apply(self, name: str) -> str | None:
+    def rename_path(self, name: str) -> str | None:
         found = self._pattern.fullmatch(f"{name}.")
         if found is None:
             return None

@@ -74,21 +74,21 @@ class WrittenRoot:
             timeout_s=timeout_s,
         )
 
-    def claim(self, *, nbytes: int, num_files: int, takeover: bool) -> tuple[Claim, int]:
+    def claim_root(self, *, nbytes: int, num_files: int, takeover: bool) -> tuple[Claim, int]:
         """Return this process's claim and the save's number; claim the run before the first."""
         owner = self._owner
         if owner.claim is None:
             owner = self._owner = Ownership(self.store, takeover=takeover, emit=self._emit)
-            owner.check()
+            owner.expect_no_live_owner()
             if not self._is_checked:
                 preflight(self.store, nbytes_per_save=nbytes, saves_kept=None, num_files=num_files)
                 self._is_checked = True
-            owner.take(self._choices())
+            owner.claim_ownership(self._choose_newest())
             self.loaded = None
         assert owner.claim is not None, "it was just taken"
         return owner.claim, owner.next_sequence()
 
-    def _choices(self) -> Iterator[Choice]:
+    def _choose_newest(self) -> Iterator[Choice]:
         loaded = self.loaded
         while True:
             newest = Catalog(self.store).newest()
@@ -103,11 +103,11 @@ class WrittenRoot:
             else:
                 yield Choice(point=found)
 
-    def begin(self, attempt: SaveAttempt, *, is_alone: bool) -> None:
-        """Record an attempt, so that it is removed unless `end` is called for it."""
+    def record_attempt(self, attempt: SaveAttempt, *, is_alone: bool) -> None:
+        """Record an attempt, so that it is removed unless `publish_attempt` is called for it."""
         self._attempt = (attempt, is_alone)
 
-    def end(self, attempt: SaveAttempt) -> None:
+    def publish_attempt(self, attempt: SaveAttempt) -> None:
         """Forget an attempt that has committed, and point `latest` to it."""
         self._attempt = None
         self._owner.has_committed = True
@@ -134,12 +134,12 @@ class WrittenRoot:
             why = error or HoldfastError("DCP gave up the save: a rank failed")
             clean_up(self.store, attempt, why, is_alone=is_alone)
 
-    def release(self) -> None:
+    def release_run(self) -> None:
         """Release the run, and remove what a failed save left behind."""
         with suppress(HoldfastError):
             self.clean()
         if self._owner.claim is not None:
-            self._owner.release()
+            self._owner.release_run()
 
     def release_if_in_daemon(self) -> None:
         """Release the run after a save in the process of `async_save`.
@@ -147,7 +147,7 @@ class WrittenRoot:
         The training's own process may make the next one.
         """
         if multiprocessing.current_process().daemon:
-            self.release()
+            self.release_run()
 
 
 def written_root(root: str | os.PathLike[str] | Store) -> WrittenRoot:
@@ -166,7 +166,7 @@ def release_all() -> None:
     """Release every run that this process owns through this module."""
     for (pid, _), one in [*_roots.items()]:
         if pid == os.getpid():
-            one.release()
+            one.release_run()
 
 
 def expect_path(root: object) -> None:

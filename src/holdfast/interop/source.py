@@ -155,7 +155,7 @@ class Source(ABC):
     ) -> None:
         self.close()
 
-    def part(self, component: str) -> SourceComponent:
+    def get_component(self, component: str) -> SourceComponent:
         """Return a component."""
         found = self.parts.get(component)
         if found is None:

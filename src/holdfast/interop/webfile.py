@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import override
 
 from holdfast.errors import StoreError
-from holdfast.interop.files import ReadableFile, copy
+from holdfast.interop.files import ReadableFile, copy_bytes
 from holdfast.store.base import expect_at_least
 from holdfast.store.remote.address import parse_web
 from holdfast.store.remote.api import Api
@@ -50,15 +50,15 @@ class WebFile(ReadableFile):
             number = at // _BLOCK_NBYTES
             begin = number * _BLOCK_NBYTES
             end = min(begin + _BLOCK_NBYTES, stop)
-            block = memoryview(self._block(number))
-            copy(block[at - begin : end - begin], memory[at - start : end - start])
+            block = memoryview(self._fetch_block(number))
+            copy_bytes(block[at - begin : end - begin], memory[at - start : end - start])
             at = end
 
     @override
     def close(self) -> None:
         self._blocks.clear()
 
-    def _block(self, number: int) -> Any:
+    def _fetch_block(self, number: int) -> Any:
         with self._lock:
             if number in self._blocks:
                 self._blocks.move_to_end(number)

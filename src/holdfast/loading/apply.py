@@ -38,7 +38,7 @@ class CheckpointApplier:
         self.half_loaded: str | None = None
         """Why the live state is partly old and partly stored; None: it is whole."""
 
-    def reader(self, **parts: Any) -> CheckpointSearch:
+    def make_search(self, **parts: Any) -> CheckpointSearch:
         """Make a `CheckpointSearch` of these parts."""
         return CheckpointSearch(**parts)
 
@@ -55,7 +55,7 @@ class CheckpointApplier:
                 "resume() or load() a whole checkpoint first"
             )
 
-    def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
+    def apply_checkpoint(self, search: Search, *, claims: bool) -> LoadCandidate | None:
         """Choose and apply a checkpoint, another if that fails; return it, or None to start anew.
 
         A resume `claims` the run, to continue from the chosen checkpoint. A load does so only if
@@ -64,9 +64,9 @@ class CheckpointApplier:
         try:
             while True:
                 if claims:
-                    self._owner.take(search.choices())
-                    self._announce(search)
-                    search.warn(self._emit)
+                    self._owner.claim_ownership(search.choices())
+                    self._emit_skipped(search)
+                    search.log_problems(self._emit)
                 else:
                     self._choose_named(search)
                 if search.candidate is None or self._try_apply(search.candidate, search):
@@ -80,9 +80,11 @@ class CheckpointApplier:
         search.choose()
         chosen = search.candidate
         if chosen is not None and chosen.options.is_full and self._owner.claim is not None:
-            self._owner.take(settled_choice(chosen.entry, is_rollback=search.is_rollback))
+            self._owner.claim_ownership(
+                settled_choice(chosen.entry, is_rollback=search.is_rollback)
+            )
 
-    def _announce(self, search: Search) -> None:
+    def _emit_skipped(self, search: Search) -> None:
         """Emit events for the skipped checkpoints with the reasons, and mark damaged ones."""
         for folder, error in search.newly_passed_over():
             if not isinstance(error, PassedOver | NotSealed):
@@ -105,16 +107,16 @@ class CheckpointApplier:
     def _try_apply(self, candidate: LoadCandidate, search: Search) -> bool:
         """Apply a checkpoint; False if that failed and the caller should choose again."""
         try:
-            self._apply(candidate)
+            self._apply_candidate(candidate)
         except OpaqueLoadFailed as error:
             may_retry = search.record_failure(error)
-            self._announce(search)  # under the claim that found it
+            self._emit_skipped(search)  # under the claim that found it
             if not may_retry:
                 raise
             return False
         return True
 
-    def _apply(self, candidate: LoadCandidate) -> None:
+    def _apply_candidate(self, candidate: LoadCandidate) -> None:
         left = sorted(self._touched.intersection(candidate.one_sided.new))
         if left:
             raise MismatchError(
@@ -122,7 +124,7 @@ class CheckpointApplier:
                 "filled in part: it"
             )
         try:
-            candidate.prepared.apply(candidate.tensors)
+            candidate.prepared.apply_values(candidate.tensors)
         except BaseException as error:
             # Any exception, even an interrupt: some tensors may be new, others old.
             self._touched |= {*candidate.prepared.needed}

@@ -58,18 +58,18 @@ class Assembly:
         self._at = [at for of_tensor in pieces for at in of_tensor.at.tolist()]
         self.places = Places(
             files,
-            _joined([of_tensor.file for of_tensor in pieces]),
-            _joined([of_tensor.start for of_tensor in pieces]),
-            _joined([of_tensor.nbytes for of_tensor in pieces]),
+            _concatenate([of_tensor.file for of_tensor in pieces]),
+            _concatenate([of_tensor.start for of_tensor in pieces]),
+            _concatenate([of_tensor.nbytes for of_tensor in pieces]),
         )
         """File and bytes of each piece."""
-        self.is_run = _joined([of_tensor.is_run for of_tensor in pieces]).astype(np.bool_)
+        self.is_run = _concatenate([of_tensor.is_run for of_tensor in pieces]).astype(np.bool_)
         """Whether the bytes of each piece follow each other in the tensor, too."""
         self._bytes: list[Any] = []
         self._bits: list[Tensor] = []
 
     @property
-    def files(self) -> list[str]:
+    def tensor_files(self) -> list[str]:
         """The tensor files that hold the pieces."""
         numbers = np.flatnonzero(np.bincount(self.places.file)).tolist()
         return [self.places.files[number] for number in numbers]
@@ -83,7 +83,7 @@ class Assembly:
             self._bits.append(tensor.view(TORCH_DTYPES[_bits_of(spec)]))
         return tensors
 
-    def target(self, number: int) -> Any:
+    def find_memory(self, number: int) -> Any:
         """Return the memory of a piece whose bytes follow each other in its tensor."""
         owner = self._owner[number]
         start = self._at[number] * self._bits[owner].itemsize
@@ -96,7 +96,7 @@ class Assembly:
         for number, nbytes in zip(chosen, packed.nbytes.tolist(), strict=True):
             spec = self._targets[self._owner[number]][1]
             specs.append(TensorSpec(spec.key, _bits_of(spec), (nbytes // ITEM_NBYTES[spec.dtype],)))
-        values = packed.arena.tensors(specs, packed.starts, packed.nbytes)
+        values = packed.arena.make_tensor_views(specs, packed.starts, packed.nbytes)
         copy_tensors(
             [
                 (self._view(number), value.as_strided(self._sizes[number], self._strides[number]))
@@ -119,7 +119,7 @@ class _Pieces:
     ) -> None:
         assert local is None or local.shape == spec.shape, spec.key
         shards, stored = table.boxes_of(spec.key)
-        held, places, local_shape = _held(spec, local)
+        held, places, local_shape = _locate_boxes(spec, local)
         of_held, of_stored = _overlaps(held, stored)
         low = np.maximum(held[of_held, 0], stored[of_stored, 0])
         high = np.minimum(held[of_held, 1], stored[of_stored, 1])
@@ -135,14 +135,16 @@ class _Pieces:
         at_length = ((self.sizes - 1) * of_local).sum(axis=1) + 1
         count = self.sizes.prod(axis=1)
         self.is_run = (length == count) & (at_length == count)
-        item_nbytes, at = ITEM_NBYTES[spec.dtype], table.shards.of(shards[of_stored])
+        item_nbytes, at = ITEM_NBYTES[spec.dtype], table.shards.select_shards(shards[of_stored])
         check_aligned([spec] * len(at.start), at.start)
         self.file: Column = at.file + first_file
         self.start: Column = at.start + first * item_nbytes
         self.nbytes: Column = length * item_nbytes
 
 
-def _held(spec: TensorSpec, local: LocalShards | None) -> tuple[Column, Column, tuple[int, ...]]:
+def _locate_boxes(
+    spec: TensorSpec, local: LocalShards | None
+) -> tuple[Column, Column, tuple[int, ...]]:
     """Return the held boxes as (start, stop), where each begins in the held tensor, and its shape.
 
     A scalar is taken for a vector of one element.
@@ -207,5 +209,5 @@ def _empty(spec: TensorSpec, shape: Sequence[int]) -> Tensor:
         ) from error
 
 
-def _joined(columns: Sequence[Any]) -> Any:
+def _concatenate(columns: Sequence[Any]) -> Any:
     return np.concatenate(columns) if columns else np.empty(0, np.int64)

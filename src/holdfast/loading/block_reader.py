@@ -33,7 +33,7 @@ class FileBlocks:
     """Function that decompresses a block; None: the file is stored uncompressed."""
 
     @classmethod
-    def of(cls, folder: str, name: str, entry: FileEntry, index: Index) -> FileBlocks:
+    def from_entries(cls, folder: str, name: str, entry: FileEntry, index: Index) -> FileBlocks:
         """Create the `FileBlocks` of a file from its entries in manifest and index.
 
         Raises:
@@ -92,12 +92,12 @@ def begin_block(
     start, stop = file.spans[number]
     # From the start of the page, as direct reads require.
     skipped = start % mmap.PAGESIZE
-    buffer = buffers.take(max(file.block_nbytes, skipped + stop - start))
+    buffer = buffers.acquire_buffer(max(file.block_nbytes, skipped + stop - start))
     memory = buffer[: skipped + stop - start]
     try:
         store.read_into(file.key, start - skipped, memory)
     except BaseException:
-        buffers.give_back(buffer)
+        buffers.release_buffer(buffer)
         raise
 
     def check() -> str:
@@ -109,7 +109,7 @@ def begin_block(
                     return "is not what was written"
             return decode_block(file, number, stored, plain, verify=verify)
         finally:
-            buffers.give_back(buffer)
+            buffers.release_buffer(buffer)
 
     return check
 
@@ -132,7 +132,7 @@ def cached_block(
         hasher = blocks.block_hasher()
         if not fill(targets, hasher.update if verify else ignore):
             return False
-        return not verify or hasher.digest() == _digest(file.digests, number)
+        return not verify or hasher.digest() == _select_digest(file.digests, number)
 
     return checked
 
@@ -171,7 +171,7 @@ def _begin_plain(
 
     def check() -> str:
         hasher.update(plain[hashed:])
-        if hasher.digest() == _digest(file.digests, number):
+        if hasher.digest() == _select_digest(file.digests, number):
             return ""
         store.read_into(file.key, start, plain, afresh=True)
         return "" if _is_block(plain, file.digests, number) else "is not what was written"
@@ -180,9 +180,9 @@ def _begin_plain(
     return check
 
 
-def _digest(digests: bytes, number: int) -> bytes:
+def _select_digest(digests: bytes, number: int) -> bytes:
     return digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)]
 
 
 def _is_block(data: memoryview, digests: bytes, number: int) -> bool:
-    return blocks.block_digest(data) == _digest(digests, number)
+    return blocks.block_digest(data) == _select_digest(digests, number)

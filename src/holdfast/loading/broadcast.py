@@ -27,11 +27,11 @@ class BlockSource(Protocol):
         """Return the memory into which a block is read, of its length."""
         ...
 
-    def submit(self, block: BlockId, memory: memoryview) -> Future[None]:
+    def submit_block(self, block: BlockId, memory: memoryview) -> Future[None]:
         """Begin to read and check a block."""
         ...
 
-    def use(self, read: BlockRead, memory: memoryview) -> None:
+    def use_block(self, read: BlockRead, memory: memoryview) -> None:
         """Copy a block that is right to its destinations, and reuse its memory if it may be."""
         ...
 
@@ -56,18 +56,18 @@ class Exchanging:
         self._ahead: deque[tuple[memoryview, Future[None]]] = deque()
         self._failure: HoldfastError | None = None
 
-    def run(self) -> None:
+    def exchange_blocks(self) -> None:
         """Take part in all turns; raise the first error when they are over."""
         for _ in range(_NUM_AHEAD):
             self._read_ahead()
         before: tuple[RankTransfer, list[tuple[BlockId, memoryview]]] | None = None
         for window in windows(self._turns, _NUM_TOGETHER):
-            begun = self._begin(window)
+            begun = self._start_window(window)
             if before is not None:
-                self._finish(*before)
+                self._complete_transfer(*before)
             before = begun
         if before is not None:
-            self._finish(*before)
+            self._complete_transfer(*before)
         if self._failure is not None:
             raise self._failure
 
@@ -75,9 +75,9 @@ class Exchanging:
         block = next(self._own, None)
         if block is not None:
             memory = self._source.memory_of(block, self._reads[block])
-            self._ahead.append((memory, self._source.submit(block, memory)))
+            self._ahead.append((memory, self._source.submit_block(block, memory)))
 
-    def _begin(
+    def _start_window(
         self, window: Sequence[BlockTurn]
     ) -> tuple[RankTransfer, list[tuple[BlockId, memoryview]]]:
         sends: list[tuple[int, memoryview]] = []
@@ -91,7 +91,7 @@ class Exchanging:
                 memory = self._source.memory_of(turn.block, self._reads[turn.block])
                 receives.append((turn.reader, memory))
             memories.append((turn.block, memory))
-        return self._sharing.exchange.begin(sends, receives), memories
+        return self._sharing.exchange.start_exchange(sends, receives), memories
 
     def _next_own(self) -> memoryview:
         memory, read = self._ahead.popleft()
@@ -105,13 +105,15 @@ class Exchanging:
                 self._failure = error
         return memory
 
-    def _finish(self, transfer: RankTransfer, memories: list[tuple[BlockId, memoryview]]) -> None:
+    def _complete_transfer(
+        self, transfer: RankTransfer, memories: list[tuple[BlockId, memoryview]]
+    ) -> None:
         """Wait for a transfer, and copy its blocks to their destinations."""
         try:
-            transfer.wait(max(self._end - time.monotonic(), 0.0))
+            transfer.wait_until_done(max(self._end - time.monotonic(), 0.0))
         except HoldfastError as error:
             # The others go on among themselves: a rank that waits for this one is not to blame.
             self._failure = self._failure or error
         if self._failure is None:
             for block, memory in memories:
-                self._source.use(self._reads[block], memory)
+                self._source.use_block(self._reads[block], memory)

@@ -104,7 +104,7 @@ class CachedStore(WrappedStore):
         pieces = self._pieces_of(key, length, start, start + len(memory))
         if afresh:
             for piece in pieces:
-                self._pieces.remove(piece.place)
+                self._pieces.remove_copies(piece.place)
         if afresh or start + len(memory) > length:
             self.inner.read_into(key, start, memory, seen=seen, afresh=afresh)
             return
@@ -115,7 +115,7 @@ class CachedStore(WrappedStore):
         for piece in pieces:
             first = max(piece.start, start)
             part = memory[first - start : piece.start + piece.nbytes - start]
-            self._pieces.read(piece, first, part, fetch, seen=seen)
+            self._pieces.read_piece(piece, first, part, fetch, seen=seen)
 
     @override
     def head(self, key: str) -> ObjectInfo:
@@ -172,7 +172,7 @@ class CachedStore(WrappedStore):
         for known in tuple(self._lengths):
             if known.startswith(key):
                 self._lengths.pop(known, None)
-        self._pieces.remove(f"{self._place}/{key.rstrip('/')}")
+        self._pieces.remove_copies(f"{self._place}/{key.rstrip('/')}")
 
 
 def _is_lasting(key: str) -> bool:

@@ -93,8 +93,8 @@ class _Columns(LazyTensors[S_co]):
         return Places(
             self._files,
             np.repeat(np.arange(len(counts)), counts),
-            _joined([part.start for part in self._parts]),
-            _joined([part.nbytes for part in self._parts]),
+            _concatenate([part.start for part in self._parts]),
+            _concatenate([part.nbytes for part in self._parts]),
         )
 
 
@@ -117,7 +117,7 @@ class FreshTensors(_Columns[Tensor]):
             # Sorted, since adjacent tensors are made by one call.
             of_part = np.sort(numbers[(numbers >= first) & (numbers < stop)]) - first
             specs = [part.specs[number] for number in of_part.tolist()]
-            views = arena.tensors(specs, part.start[of_part], part.nbytes[of_part])
+            views = arena.make_tensor_views(specs, part.start[of_part], part.nbytes[of_part])
             made.update(zip((of_part + first).tolist(), views, strict=True))
             first = stop
         return [*map(made.__getitem__, numbers.tolist())]
@@ -130,7 +130,7 @@ class FreshTensors(_Columns[Tensor]):
         numbers = self._numbers_of(keys)
         is_small = self._places.nbytes[numbers] < _SMALL_NBYTES
         small, others = np.flatnonzero(is_small), np.flatnonzero(~is_small)
-        places = self._places.of(numbers[small])
+        places = self._places.select_shards(numbers[small])
         bases = np.array([arena.address for arena in self._arenas], np.int64)
         copy_bytes(
             live if len(small) == len(keys) else [live[n] for n in small.tolist()],
@@ -152,7 +152,7 @@ class UnreadTensors(_Columns[UnreadTensor]):
         self._source = source
 
     def _make(self, numbers: Column) -> list[UnreadTensor]:
-        places = self._places.of(numbers)
+        places = self._places.select_shards(numbers)
         columns = (places.file.tolist(), places.start.tolist(), places.nbytes.tolist())
         specs = [self._specs[number] for number in numbers.tolist()]
         return [
@@ -174,11 +174,11 @@ class UnreadTensors(_Columns[UnreadTensor]):
         # Beside large tensors or other containers `TensorSource.copy` gets all of them at once,
         # and so reads each block once.
         numbers = self._numbers_of(keys)
-        places = self._places.of(numbers)
+        places = self._places.select_shards(numbers)
         if not is_all or (places.nbytes >= DIRECT_NBYTES).any():
             return self._pairs(live, numbers)
         for some in batches(places, places.nbytes):
-            packed = Packed(places.of(some))
+            packed = Packed(places.select_shards(some))
             self._source.read_packed(packed)
             copy_bytes(
                 [live[number] for number in some.tolist()],
@@ -188,5 +188,5 @@ class UnreadTensors(_Columns[UnreadTensor]):
         return []
 
 
-def _joined(columns: Sequence[Column]) -> Column:
+def _concatenate(columns: Sequence[Column]) -> Column:
     return np.concatenate(columns) if columns else np.empty(0, np.int64)

@@ -32,7 +32,7 @@ from holdfast.loading.broadcast_plan import BlockTurn, Runs, Sharing, turns_of
 from holdfast.loading.search import CheckpointSearch, LoadCandidate, LoadOptions, Search
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
-from holdfast.ranks.coordinator import GRACE_S, Coordinator, RankFailure, decoded
+from holdfast.ranks.coordinator import GRACE_S, Coordinator, RankFailure, decode_message
 from holdfast.ranks.waiting import Watch
 from holdfast.root.catalog import Entry
 from holdfast.store.base import Store
@@ -152,13 +152,13 @@ class _RanksApplying(CheckpointApplier):
         self._num_messages = 0
 
     @override
-    def reader(self, **parts: Any) -> CheckpointSearch:
+    def make_search(self, **parts: Any) -> CheckpointSearch:
         sharing = None
         if self._exchange is not None:
             sharing = Sharing(
                 rank=self._ranks.rank,
                 exchange=self._exchange,
-                agree=self._agree,
+                agree=self._agree_on_turns,
                 timeout_s=self._timeout_s,
             )
         return self._make_reader(**parts, sharing=sharing)
@@ -166,7 +166,7 @@ class _RanksApplying(CheckpointApplier):
     def _make_reader(self, **parts: Any) -> CheckpointSearch:
         return CheckpointSearch(**parts)
 
-    def _agree(self, needs: Runs) -> Sequence[BlockTurn]:
+    def _agree_on_turns(self, needs: Runs) -> Sequence[BlockTurn]:
         """Tell the leader what blocks this rank needs; return the turns in which it takes part."""
         raise NotImplementedError
 
@@ -188,7 +188,7 @@ class _RanksApplying(CheckpointApplier):
         except BaseException as error:
             if not self._has_begun:
                 tag = self._tag_of(1 if self._ranks.is_leader else 0)
-                self._fail(tag, error, "beginning the load")
+                self._send_failure(tag, error, "beginning the load")
             if self._exchange_end > 0 and isinstance(error, RanksError):
                 self._leave_exchange()
             raise
@@ -203,17 +203,17 @@ class _RanksApplying(CheckpointApplier):
         )
 
     @property
-    def _tag(self) -> str:
+    def _message_tag(self) -> str:
         return self._tag_of(self._num_messages)
 
     def _tag_of(self, message: int) -> str:
         return f"load {self._num_loads} of manager {self._manager}, message {message}"
 
-    def _fail(self, tag: str, error: BaseException, phase: str) -> None:
+    def _send_failure(self, tag: str, error: BaseException, phase: str) -> None:
         """Tell the other ranks that this one failed, in place of the message `tag`."""
         # Ranks that this does not reach notice at the deadline.
         with suppress(HoldfastError):
-            self._ranks.fail(tag, RankFailure.of(error, phase=phase), timeout_s=_FAIL_S)
+            self._ranks.fail(tag, RankFailure.from_error(error, phase=phase), timeout_s=_FAIL_S)
 
     def _limit_s(self, error: HoldfastError | None) -> float:
         """Return how long to wait for other ranks: until its end, after an exchange that failed."""
@@ -221,14 +221,14 @@ class _RanksApplying(CheckpointApplier):
             return max(self._exchange_end - time.monotonic(), 0.0)
         return self._timeout_s
 
-    def _watch(self) -> Watch:
+    def _make_watch(self) -> Watch:
         """Watch a wait for ranks, of which some may not have called it before message 1."""
         begins = self._tag_of(0) if self._num_messages < 2 else None
         return Watch(partial(self._emit, "warning"), f"{self._call.method}()", begins)
 
     def _post(self, said: _Answer | _Needs | _Call) -> None:
         data = msgspec.msgpack.encode(said)
-        self._ranks.post(self._tag, data, timeout_s=self._timeout_s)
+        self._ranks.post(self._message_tag, data, timeout_s=self._timeout_s)
 
     def _answer_of(self, error: BaseException) -> _Answer:
         kind: _Kind = "failed"
@@ -252,16 +252,16 @@ class LeaderLoad(_RanksApplying):
         return _LeadingReader(**parts, loads=self)
 
     @override
-    def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
+    def apply_checkpoint(self, search: Search, *, claims: bool) -> LoadCandidate | None:
         self._has_begun = True
         try:
             self._post(self._call)
-            self._expect_same_calls(self._collect(_Call))
-            found = super().apply(search, claims=claims)
+            self._expect_same_calls(self._collect_posts(_Call))
+            found = super().apply_checkpoint(search, claims=claims)
             if found is None:
-                self._say(self._apply_note(search))
+                self._announce_note(self._apply_note(search))
         except BaseException as error:
-            self._fail(self._tag_of(self._num_messages + 1), error, "loading")
+            self._send_failure(self._tag_of(self._num_messages + 1), error, "loading")
             raise
         return found
 
@@ -284,13 +284,13 @@ class LeaderLoad(_RanksApplying):
             why = f"it calls {theirs}; the leader calls {ours}. All ranks must call the same"
             odd[rank] = RankFailure("calling it", why)
         if odd:
-            raise RanksFailed(f"{own.method}(), {self._tag}", odd)
+            raise RanksFailed(f"{own.method}(), {self._message_tag}", odd)
 
     def ask_to_read(self, entry: Entry, *, is_remote: bool) -> None:
         """Let all followers read a candidate, from the same tier."""
         self._entry = entry
         self._refusal = None
-        self._say(_Read(entry.folder, is_remote))
+        self._announce_note(_Read(entry.folder, is_remote))
 
     def expect_ready(self, entry: Entry, found: LoadCandidate | HoldfastError) -> None:
         """Wait until all ranks have read a candidate; `found` is what this rank has read of it."""
@@ -301,7 +301,7 @@ class LeaderLoad(_RanksApplying):
             raise found
         posts = self._after(_ready(found))
         while any(isinstance(post, _Needs) for post in posts):
-            self._share(posts)
+            self._announce_needs(posts)
             posts = self._after(_ready(found))
         others = [{*answer.untaken} for answer in posts if isinstance(answer, _Answer)]
         untaken = [path for path in found.prepared.untaken if all(path in of for of in others)]
@@ -310,13 +310,13 @@ class LeaderLoad(_RanksApplying):
         found.prepared.note_untaken(untaken)
 
     @override
-    def _agree(self, needs: Runs) -> Sequence[BlockTurn]:
+    def _agree_on_turns(self, needs: Runs) -> Sequence[BlockTurn]:
         try:
             posts = self._after(_Needs(needs))
         except HoldfastError as error:
             self._refusal = error
             raise
-        return self._turns(self._share(posts))
+        return self._turns(self._announce_needs(posts))
 
     def _after(self, said: _Answer | _Needs) -> list[_Answer | _Needs]:
         """Post; return what all ranks have posted, if none of them refuses the candidate."""
@@ -336,22 +336,22 @@ class LeaderLoad(_RanksApplying):
                 raise RanksFailed("the load", {rank: RankFailure("reading", answer.reason)})
         return posts
 
-    def _share(self, posts: Sequence[_Answer | _Needs]) -> _Turns:
+    def _announce_needs(self, posts: Sequence[_Answer | _Needs]) -> _Turns:
         """Announce what all ranks need."""
         runs = [post.runs if isinstance(post, _Needs) else None for post in posts]
         numbers = {of: n for n, of in enumerate(dict.fromkeys(of for of in runs if of is not None))}
         note = _Turns(tuple(numbers), tuple(-1 if of is None else numbers[of] for of in runs))
-        self._say(note)
+        self._announce_note(note)
         return note
 
     @override
     def _try_apply(self, candidate: LoadCandidate, search: Search) -> bool:
-        self._say(self._apply_note(search))
-        self._apply(candidate)
+        self._announce_note(self._apply_note(search))
+        self._apply_candidate(candidate)
         try:
             self._post(_Answer("ready"))
             self._collected()
-            self._say(self._apply_note(search))
+            self._announce_note(self._apply_note(search))
         except BaseException as error:
             self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
             raise
@@ -366,7 +366,7 @@ class LeaderLoad(_RanksApplying):
             () if candidate is None else candidate.prepared.untaken,
         )
 
-    def _say(self, note: _Read | _Turns | _Apply) -> None:
+    def _announce_note(self, note: _Read | _Turns | _Apply) -> None:
         data = msgspec.msgpack.encode(note)
         tag = self._tag_of(self._num_messages + 1)
         self._ranks.announce(tag, data, timeout_s=self._timeout_s)
@@ -378,15 +378,15 @@ class LeaderLoad(_RanksApplying):
         if isinstance(error, Disconnected):
             timeout_s += GRACE_S / 2  # the others have ended by then, and still listen
         kind: Any = _Answer | _Needs
-        return self._collect(kind, timeout_s)
+        return self._collect_posts(kind, timeout_s)
 
-    def _collect(self, kind: Any, timeout_s: float | None = None) -> list[Any]:
-        tag = self._tag
+    def _collect_posts(self, kind: Any, timeout_s: float | None = None) -> list[Any]:
+        tag = self._message_tag
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        posts = self._ranks.collect(tag, timeout_s=limit_s, watch=self._watch()).expect_all(
+        posts = self._ranks.collect(tag, timeout_s=limit_s, watch=self._make_watch()).expect_all(
             f"{self._call.method}(), {tag}"
         )
-        return [decoded(post, kind, tag) for post in posts]
+        return [decode_message(post, kind, tag) for post in posts]
 
 
 @dataclass(slots=True)
@@ -396,11 +396,11 @@ class _LeadingReader(CheckpointSearch):
     loads: LeaderLoad = None  # type: ignore[assignment]  # fields before it have defaults
 
     @override
-    def read(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
-        is_remote = self.catalog.home(entry.folder) is not self.catalog.store
+    def read_candidate(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
+        is_remote = self.catalog.find_store(entry.folder) is not self.catalog.store
         self.loads.ask_to_read(entry, is_remote=is_remote)
         try:
-            candidate = CheckpointSearch.read(self, entry, options)
+            candidate = CheckpointSearch.read_candidate(self, entry, options)
         except HoldfastError as error:
             self.loads.expect_ready(entry, error)
             raise
@@ -417,19 +417,22 @@ class FollowingApplying(_RanksApplying):
     """Why this rank could not read the candidate."""
 
     @override
-    def apply(self, search: Search, *, claims: bool) -> LoadCandidate | None:
+    def apply_checkpoint(self, search: Search, *, claims: bool) -> LoadCandidate | None:
         self._has_begun = True
         phase = "reading"
         try:
             self._post(self._call)
-            note, answer = self._hear(), _Answer("failed", "the leader has named no checkpoint")
+            note, answer = (
+                self._receive_note(),
+                _Answer("failed", "the leader has named no checkpoint"),
+            )
             while not isinstance(note, _Apply):
                 try:
                     if isinstance(note, _Read):
                         self._unread = None
-                        answer = self._read(search, note)
+                        answer = self._read_named_by_leader(search, note)
                     self._post(answer)  # again after turns of others, when this rank is done
-                    note = self._hear(self._limit_s(self._unread))
+                    note = self._receive_note(self._limit_s(self._unread))
                 except _Interrupted as other:
                     note = other.note
             self._adopt(note, search)
@@ -444,10 +447,10 @@ class FollowingApplying(_RanksApplying):
         except RanksFailed:
             raise
         except BaseException as error:
-            self._fail(self._tag, error, phase)
+            self._send_failure(self._message_tag, error, phase)
             raise
 
-    def _read(self, search: Search, note: _Read) -> _Answer:
+    def _read_named_by_leader(self, search: Search, note: _Read) -> _Answer:
         try:
             search.choose_alike(note.folder, is_remote=note.is_remote)
         except HoldfastError as error:
@@ -459,10 +462,10 @@ class FollowingApplying(_RanksApplying):
         return _ready(search.candidate)
 
     @override
-    def _agree(self, needs: Runs) -> Sequence[BlockTurn]:
+    def _agree_on_turns(self, needs: Runs) -> Sequence[BlockTurn]:
         self._post(_Needs(needs))
         try:
-            note = self._hear()
+            note = self._receive_note()
         except HoldfastError as error:
             self._lost = error
             raise
@@ -479,21 +482,23 @@ class FollowingApplying(_RanksApplying):
 
     def _apply_jointly(self, candidate: LoadCandidate) -> None:
         """Apply a checkpoint, and wait until all ranks have."""
-        self._apply(candidate)
+        self._apply_candidate(candidate)
         try:
             self._post(_Answer("ready"))
-            self._hear()
+            self._receive_note()
         except BaseException as error:
             self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
             raise
 
-    def _hear(self, timeout_s: float | None = None) -> _Read | _Turns | _Apply:
+    def _receive_note(self, timeout_s: float | None = None) -> _Read | _Turns | _Apply:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._num_messages += 1
         kind: Any = _Read | _Turns | _Apply
-        note: _Read | _Turns | _Apply = decoded(
-            self._ranks.hear(self._tag, timeout_s=timeout_s + GRACE_S, watch=self._watch()),
+        note: _Read | _Turns | _Apply = decode_message(
+            self._ranks.hear(
+                self._message_tag, timeout_s=timeout_s + GRACE_S, watch=self._make_watch()
+            ),
             kind,
-            self._tag,
+            self._message_tag,
         )
         return note

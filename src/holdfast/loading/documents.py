@@ -48,9 +48,9 @@ def decode_file(
 ) -> bytes:
     """Read and decompress a small file, checking it block by block."""
     entry = _document_entry(store, folder, name, manifest)
-    file = FileBlocks.of(folder, name, entry, index)
+    file = FileBlocks.from_entries(folder, name, entry, index)
     data = bytearray(entry.nbytes)
-    for number, (start, stop) in enumerate(blocks.split(entry.nbytes, index.block_nbytes)):
+    for number, (start, stop) in enumerate(blocks.list_blocks(entry.nbytes, index.block_nbytes)):
         fault = read_block(store, file, number, memoryview(data)[start:stop], verify=verify)
         if fault:
             raise CorruptData(f"{store.url}/{file.key}: block {number} {fault}")

@@ -9,7 +9,7 @@ from typing import Any
 from holdfast.errors import MismatchError, UsageError
 from holdfast.format.manifest import Manifest
 from holdfast.state.components import RNG
-from holdfast.state.patterns import listed
+from holdfast.state.patterns import convert_names
 from holdfast.state.selection import WHOLE
 
 
@@ -25,7 +25,7 @@ class MissingComponentPolicy:
     """Whether another component, given by name, may be on one side only."""
 
     @classmethod
-    def of(
+    def from_arguments(
         cls,
         state: Mapping[str, Any],
         new: Iterable[str],
@@ -35,13 +35,15 @@ class MissingComponentPolicy:
         """Create them from the arguments of a load, checked against the live state.
 
         Raises:
-            UsageError: an argument names the wrong components; see `check`.
+            UsageError: an argument names the wrong components; see `check_live_state`.
         """
-        sides = cls(new=listed(new, "new"), without=listed(without, "without"), allows=allows)
-        sides.check(state)
+        sides = cls(
+            new=convert_names(new, "new"), without=convert_names(without, "without"), allows=allows
+        )
+        sides.check_live_state(state)
         return sides
 
-    def check(self, state: Mapping[str, Any]) -> None:
+    def check_live_state(self, state: Mapping[str, Any]) -> None:
         """Check the components named in `new` and `without` against the live state."""
         live = [*state, RNG]
         for name in self.new:
@@ -74,7 +76,9 @@ class MissingComponentPolicy:
             without=tuple(filter(is_asked, without)),
         )
 
-    def expect(self, manifest: Manifest, gone: Collection[str], *, where: str) -> None:
+    def check_newest_manifest(
+        self, manifest: Manifest, gone: Collection[str], *, where: str
+    ) -> None:
         """Check `new` and `without` against the newest checkpoint, which is known to be sound.
 
         Raises:
@@ -104,16 +108,16 @@ class SkippedComponents:
     without: tuple[str, ...]
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def component_names(self) -> tuple[str, ...]:
         """Names of all these components."""
         return (*self.new, *self.without)
 
     def without_them(self, components: Collection[str] | None) -> Collection[str] | None:
         """Return the components that a caller named, less the one-sided ones; None: all."""
-        return components and [name for name in components if name not in self.names]
+        return components and [name for name in components if name not in self.component_names]
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def skip_notes(self) -> tuple[str, ...]:
         """Text for each of these components that says what the load did."""
         return (
             *(f"{name}: not in the checkpoint, unchanged" for name in self.new),
@@ -124,8 +128,8 @@ class SkippedComponents:
 def with_hint(error: MismatchError, manifest: Manifest) -> MismatchError:
     """Add to an error the hint to pass `new` or `without`, if components are on one side only."""
     # A component that an edit removed from a checkpoint is still in the manifest.
-    new = [name for name in _whole(error.missing) if name not in manifest.components]
-    without = _whole(error.unexpected)
+    new = [name for name in _select_whole(error.missing) if name not in manifest.components]
+    without = _select_whole(error.unexpected)
     hints = [
         f"if {what}, pass {argument}={names!r} to resume or load"
         for what, argument, names in (
@@ -137,5 +141,5 @@ def with_hint(error: MismatchError, manifest: Manifest) -> MismatchError:
     return error.hinting("; ".join(hints)) if hints else error
 
 
-def _whole(leaves: Collection[str]) -> list[str]:
+def _select_whole(leaves: Collection[str]) -> list[str]:
     return [leaf.removesuffix(WHOLE) for leaf in leaves if leaf.endswith(WHOLE)]

@@ -77,11 +77,11 @@ class ReadPipeline:
         self.failure: BaseException | None = None
         """The error of the last read that failed."""
 
-    def expect(self, file: str) -> None:
+    def register_file(self, file: str) -> None:
         """Check that a tensor file exists in full length, and register it for `run`."""
         opened, entry = self._opened, self._opened.manifest.files[file]
         check_size(self._store, f"{opened.folder}/{file}", entry)
-        self._files[file] = FileBlocks.of(opened.folder, file, entry, opened.index)
+        self._files[file] = FileBlocks.from_entries(opened.folder, file, entry, opened.index)
 
     def pin_for(self, device: torch.device) -> None:
         """Pin buffers from now on, for copies of blocks to a device."""
@@ -101,7 +101,7 @@ class ReadPipeline:
             with self._store.keeping_open():
                 self._threads.read_all(
                     [
-                        partial(self._begin, block, reads[block], given_up, keeps=is_small)
+                        partial(self._read_block, block, reads[block], given_up, keeps=is_small)
                         for block in blocks
                     ],
                     timeout_s=self._timeout_s,
@@ -117,7 +117,7 @@ class ReadPipeline:
                     continue
             raise
         while len(self._kept) > _NUM_KEPT:
-            self._buffers.give_back(self._kept.pop(next(iter(self._kept))))
+            self._buffers.release_buffer(self._kept.pop(next(iter(self._kept))))
 
     def _run_shared(
         self, reads: Mapping[BlockId, BlockRead], sharing: Sharing
@@ -131,7 +131,7 @@ class ReadPipeline:
         end = time.monotonic() + sharing.timeout_s
         try:
             with self._store.keeping_open():
-                Exchanging(self, reads, sharing, turns, end).run()
+                Exchanging(self, reads, sharing, turns, end).exchange_blocks()
         except BaseException as error:
             self.failure = error
             raise
@@ -146,15 +146,15 @@ class ReadPipeline:
         left = self._opened.manifest.files[file].nbytes - number * self._block_nbytes
         return self._buffer()[: min(self._block_nbytes, left)]
 
-    def submit(self, block: BlockId, memory: memoryview) -> Future[None]:
+    def submit_block(self, block: BlockId, memory: memoryview) -> Future[None]:
         """Begin to read and check a block."""
-        return self._threads.submit(partial(self._begin_checked, block, memory))
+        return self._threads.submit_read(partial(self._begin_checked, block, memory))
 
-    def use(self, read: BlockRead, memory: memoryview) -> None:
+    def use_block(self, read: BlockRead, memory: memoryview) -> None:
         """Copy a block that is right to its destinations, and reuse its memory if it may be."""
-        _copy(memory, read.segments)
+        _copy_segments(memory, read.segments)
         if read.memory is None:
-            self._buffers.give_back(memory)
+            self._buffers.release_buffer(memory)
 
     def drop_buffers(self) -> None:
         """Free the memory of the read buffers."""
@@ -165,10 +165,10 @@ class ReadPipeline:
         kept = self._kept.get(block)
         if kept is None or read.memory is not None:
             return False
-        _copy(kept, read.segments)
+        _copy_segments(kept, read.segments)
         return True
 
-    def _begin(
+    def _read_block(
         self, block: BlockId, read: BlockRead, given_up: threading.Event, *, keeps: bool
     ) -> Use | None:
         """Read a block; return a function that checks and copies it, or None if it is done."""
@@ -177,7 +177,7 @@ class ReadPipeline:
         if read.memory is not None:
             # Not used before the whole plan has succeeded, so a late read does no harm.
             fill = self._begin_checked(block, read.memory)
-            return partial(self._fill, read, given_up, fill) if read.segments else fill
+            return partial(self._copy_block, read, given_up, fill) if read.segments else fill
         file, number = block
         left = self._opened.manifest.files[file].nbytes - number * self._block_nbytes
         buffer = self._buffer()
@@ -186,20 +186,20 @@ class ReadPipeline:
         try:
             if keeps or not self._copy_from_page_cache(block, read, memory, given_up):
                 fill = self._begin_checked(block, memory)
-                use = partial(self._use, block, read, given_up, buffer, fill, keeps=keeps)
+                use = partial(self._copy_and_free, block, read, given_up, buffer, fill, keeps=keeps)
         finally:
             if use is None:
-                self._buffers.give_back(buffer)
+                self._buffers.release_buffer(buffer)
         return use
 
-    def _fill(self, read: BlockRead, given_up: threading.Event, fill: Use) -> None:
+    def _copy_block(self, read: BlockRead, given_up: threading.Event, fill: Use) -> None:
         fill()
         assert read.memory is not None
         with read.copying:
             if not given_up.is_set():
-                _copy(read.memory, read.segments)
+                _copy_segments(read.memory, read.segments)
 
-    def _use(
+    def _copy_and_free(
         self,
         block: BlockId,
         read: BlockRead,
@@ -214,13 +214,13 @@ class ReadPipeline:
             fill()
             with read.copying:
                 if not given_up.is_set():
-                    _copy(buffer, read.segments)
+                    _copy_segments(buffer, read.segments)
                     # A component that reads its tensors one by one needs this block again.
                     if keeps:
                         self._kept[block], is_kept = buffer, True
         finally:
             if not is_kept:
-                self._buffers.give_back(buffer)
+                self._buffers.release_buffer(buffer)
 
     def _copy_from_page_cache(
         self, block: BlockId, read: BlockRead, memory: memoryview, given_up: threading.Event
@@ -268,7 +268,7 @@ class ReadPipeline:
     def _buffer(self) -> memoryview:
         """Return memory for a block, pinned if a device is to copy from it."""
         # Pinning is slow, so it is done once for each buffer, which is reused often.
-        buffer = self._buffers.take(self._block_nbytes)
+        buffer = self._buffers.acquire_buffer(self._block_nbytes)
         if self._device is not None and id(buffer) not in self._pinned:
             self._pinned[id(buffer)] = _PinnedBuffer(buffer, self._device)
         return buffer
@@ -312,7 +312,7 @@ def _targets(segments: Sequence[Segment], memory: memoryview) -> list[memoryview
     return [*targets, memory[done:]]
 
 
-def _copy(memory: memoryview, segments: Sequence[Segment]) -> None:
+def _copy_segments(memory: memoryview, segments: Sequence[Segment]) -> None:
     source = np.frombuffer(memory, np.uint8)
     for segment in segments:
         values = source[segment.start : segment.start + len(segment.target)]

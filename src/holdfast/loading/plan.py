@@ -31,7 +31,7 @@ class Wanted:
     start: Column
     nbytes: Column
 
-    def blocks(self, block_nbytes: int) -> list[int]:
+    def find_blocks(self, block_nbytes: int) -> list[int]:
         """Return the numbers of the blocks that hold the tensors, ascending."""
         # +1 where a tensor begins, -1 behind its end: blocks with a positive sum are wanted. A pass
         # over columns, for any number of tensors.
@@ -105,19 +105,19 @@ class ReadPlan:
         self.reads: defaultdict[BlockId, BlockRead] = defaultdict(BlockRead)
         self._block_nbytes = block_nbytes
 
-    def check(self, file: str, wanted: Wanted) -> None:
+    def plan_checked_reads(self, file: str, wanted: Wanted) -> None:
         """Plan to read and check the blocks of the wanted tensors, without any copy."""
-        for number in wanted.blocks(self._block_nbytes):
+        for number in wanted.find_blocks(self._block_nbytes):
             _ = self.reads[file, number]
 
-    def fill(self, file: str, wanted: Wanted, arena: Arena) -> None:
+    def plan_arena_reads(self, file: str, wanted: Wanted, arena: Arena) -> None:
         """Plan to read the blocks of the wanted tensors into `arena`, laid out as the file."""
-        for number in wanted.blocks(self._block_nbytes):
+        for number in wanted.find_blocks(self._block_nbytes):
             start = number * self._block_nbytes
             memory = arena.memory[start : start + self._block_nbytes]
             self.reads[file, number].memory = memory
 
-    def copy(self, file: str, start: int, target: Any) -> None:
+    def plan_copy(self, file: str, start: int, target: Any) -> None:
         """Plan to copy checked bytes of a file, from `start`, until `target` is full."""
         done = 0
         while done < len(target):
@@ -131,7 +131,7 @@ class ReadPlan:
         """Plan to copy the bytes of packed tensors to their memory."""
         memory = np.frombuffer(packed.arena.memory, np.uint8)
         for extent in packed.extents:
-            self.copy(extent.file, extent.start, memory[extent.at : extent.at + extent.nbytes])
+            self.plan_copy(extent.file, extent.start, memory[extent.at : extent.at + extent.nbytes])
 
 
 @dataclass(frozen=True, slots=True)

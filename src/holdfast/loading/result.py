@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast.loading.search import CheckpointSearch, LoadCandidate
-from holdfast.results import Checkpoint, describe
+from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.state.modules import note_loaded
-from holdfast.state.patterns import listed
+from holdfast.state.patterns import convert_names
 from holdfast.state.planning.overrides import OptimizerOptions
 from holdfast.state.planning.schedulesettings import ScriptSchedules, check_override
 from holdfast.state.planning.settings import Rates, Settings
@@ -23,7 +23,7 @@ class ScriptSettings:
         self._rates = Rates(state)
         self._settings = Settings(state)
         self._options = OptimizerOptions(state)
-        self._override = listed(override, "override")
+        self._override = convert_names(override, "override")
         check_override(state, self._override)
         self._schedules = ScriptSchedules(state, self._override)
 
@@ -31,33 +31,33 @@ class ScriptSettings:
         """Return the options of optimizers with which a run begins, as text."""
         return self._options.origins(is_start=True)
 
-    def settle(self, found: LoadCandidate) -> tuple[tuple[str, ...], dict[str, str]]:
+    def restore_settings(self, found: LoadCandidate) -> tuple[tuple[str, ...], dict[str, str]]:
         """Restore, after a load, what goes by the script.
 
         Returns notes on settings that the script and the checkpoint have otherwise, and the origins
         of the optimizers' options from now on.
         """
         note_loaded(self._state.get(name) for name in found.prepared.needed)
-        self._rates.put_back(found.one_sided.new)
+        self._rates.restore_rates(found.one_sided.new)
         config = found.entry.manifest.config
         needed = found.prepared.needed
-        notes, origins = self._options.settle(self._override, config, loaded=needed)
-        notes += self._schedules.settle(needed)
+        notes, origins = self._options.apply_overrides(self._override, config, loaded=needed)
+        notes += self._schedules.apply_overrides(needed)
         return (*notes, *self._settings.replaced()), origins
 
 
 def loaded(found: LoadCandidate, reader: CheckpointSearch, replaced: Sequence[str]) -> Checkpoint:
     """Describe the checkpoint that was loaded, with notes, and those that were skipped for it."""
     manifest = found.entry.manifest
-    notes = [*reader.notes, *found.one_sided.notes, *found.prepared.notes]
+    notes = [*reader.notes, *found.one_sided.skip_notes, *found.prepared.notes]
     notes += (f"the state was not healthy: {why}" for why in manifest.unhealthy)
     if manifest.world_size != reader.world_size:
         notes.append(
             f"saved by {manifest.world_size} ranks, loaded by {reader.world_size}: rank r "
             "goes on with the generators, and whatever is per rank, of r modulo the old number"
         )
-    return describe(
-        reader.catalog.home(found.entry.folder),
+    return build_checkpoint(
+        reader.catalog.find_store(found.entry.folder),
         found.entry,
         rejected=reader.rejected,
         notes=(*notes, *replaced),

@@ -44,7 +44,7 @@ from holdfast.loading.optional_components import (
 )
 from holdfast.loading.tensor_reader import Held, TensorReader
 from holdfast.ownership.claim import Choice, dropped
-from holdfast.ownership.leases import BeingDeleted, expect_kept, kept
+from holdfast.ownership.leases import BeingDeleted, expect_kept, hold_lease
 from holdfast.results import KnownCommit
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
@@ -201,7 +201,7 @@ class CheckpointSearch:
         """(folder, reason) of each checkpoint that resume skipped, newest first."""
         return tuple((folder, str(error)) for folder, error in self.passed_over.items())
 
-    def read(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
+    def read_candidate(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
         """Read one checkpoint, and check it and whether it fits the live state.
 
         Raises:
@@ -209,7 +209,7 @@ class CheckpointSearch:
             FormatError, StoreError: it is damaged or cannot be read.
             MismatchError: it does not fit the live state.
         """
-        store = self.catalog.home(entry.folder)
+        store = self.catalog.find_store(entry.folder)
         # By the marks, before anything is read: a missing file alone would look like damage.
         gone = dropped(store, entry.folder, entry.manifest, entry.marks)
         unsaved = _may_lack(entry.manifest, options)
@@ -223,7 +223,7 @@ class CheckpointSearch:
         one_sided = options.sides.one_sided(self.state, entry.manifest, options.is_asked)
         try:
             components = [name for name in wanted if name not in {*gone, *one_sided.without}]
-            candidate = self._read(store, entry, options, components, unsaved, one_sided)
+            candidate = self._open_candidate(store, entry, options, components, unsaved, one_sided)
         except MismatchError as error:
             raise with_hint(error, entry.manifest) from error
         except (FormatError, StoreError):
@@ -234,13 +234,15 @@ class CheckpointSearch:
             raise
         if not self.passed_over:  # older checkpoints may well have other components
             try:
-                options.sides.expect(entry.manifest, gone, where=self._place(entry))
+                options.sides.check_newest_manifest(
+                    entry.manifest, gone, where=self._format_url(entry)
+                )
             except UsageError:
                 candidate.reader.verify_all()  # raises if damaged: then it is skipped
                 raise
         return candidate
 
-    def _read(
+    def _open_candidate(
         self,
         store: Store,
         entry: Entry,
@@ -284,7 +286,7 @@ class CheckpointSearch:
             rng=options.rng,
             unread=[name for name in entry.manifest.components if name not in components],
             unsaved=unsaved,
-            one_sided=one_sided.names,
+            one_sided=one_sided.component_names,
             divided=opened.components.keys() - opened.by_rank if self.world_size > 1 else (),
         )
         rest = partial(self._read_rest, opened, reader, options, shards=prepared.shards)
@@ -311,7 +313,7 @@ class CheckpointSearch:
         missing = ", ".join(name for name in wanted if name in entry.manifest.left_out)
         if missing:
             raise Dropped(
-                f"{self._place(entry)}: saved without {missing}; a run cannot resume "
+                f"{self._format_url(entry)}: saved without {missing}; a run cannot resume "
                 "from it. Load its components by name, or use another checkpoint",
                 folder=entry.folder,
                 left=entry.manifest.components,
@@ -332,14 +334,14 @@ class CheckpointSearch:
         kinds = {name: opened.components[name].kind for name in needed}
         streamed = {name: keys for name, keys in needed.items() if kinds[name] in _STREAMED}
         if not options.in_place and not self._is_too_large(opened, streamed):
-            return reader.read(needed, shards)
+            return reader.read_tensors(needed, shards)
         unread = reader.unread(streamed, shards)
         if options.verify and not options.in_place:
             # Later each block is copied as it is read, so damage must be found now: two reads of
             # everything are the price of bounded memory.
             reader.verify_all()
         others = {name: keys for name, keys in needed.items() if name not in streamed}
-        return {**reader.read(others, shards), **unread}
+        return {**reader.read_tensors(others, shards), **unread}
 
     def _is_too_large(self, opened: Opened, needed: Mapping[str, Iterable[str]]) -> bool:
         if self.memory_budget is None:
@@ -352,25 +354,25 @@ class CheckpointSearch:
         missing = ", ".join(name for name in wanted if name in gone)
         if missing:
             raise Dropped(
-                f"{self._place(entry)}: retention has dropped {missing} of it; a run "
+                f"{self._format_url(entry)}: retention has dropped {missing} of it; a run "
                 "cannot resume from the rest. Load the other components by name, or use another "
                 "checkpoint",
                 folder=entry.folder,
                 left=[name for name in entry.manifest.components if name not in gone],
             )
 
-    def _place(self, entry: Entry) -> str:
-        return f"{self.catalog.home(entry.folder).url}/{entry.folder}"
+    def _format_url(self, entry: Entry) -> str:
+        return f"{self.catalog.find_store(entry.folder).url}/{entry.folder}"
 
-    def named(self, which: str | int, options: LoadOptions) -> LoadCandidate:
+    def read_named(self, which: str | int, options: LoadOptions) -> LoadCandidate:
         """Resolve a name and read that checkpoint; again if it is deleted meanwhile."""
         catalog = self.catalog
         for _ in range(_MAX_LOOKS):
-            with self._kept(which) as entry:
+            with self._hold_checkpoint(which) as entry:
                 try:
                     if self.holding is None and options.is_full:
-                        expect_kept(catalog.home(entry.folder), entry.folder, entry.marks)
-                    return self.read(entry, options)
+                        expect_kept(catalog.find_store(entry.folder), entry.folder, entry.marks)
+                    return self.read_candidate(entry, options)
                 except BeingDeleted:
                     if not catalog.switch_tier(entry.folder):
                         raise
@@ -391,17 +393,19 @@ class CheckpointSearch:
         return cause is not None and is_damage(cause) and self.catalog.switch_tier(folder)
 
     @contextmanager
-    def _kept(self, which: str | int) -> Iterator[Entry]:
+    def _hold_checkpoint(self, which: str | int) -> Iterator[Entry]:
         if self.holding is None:
-            yield self.catalog.resolve(which)
+            yield self.catalog.find_checkpoint(which)
             return
         with ExitStack() as stack:
-            leased = stack.enter_context(kept(self.catalog, which))
+            leased = stack.enter_context(hold_lease(self.catalog, which))
             self.notes = leased.notes
             yield leased.entry
             self.holding.push(stack.pop_all())
 
-    def walk(self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid") -> LoadCandidate | None:
+    def read_newest(
+        self, options: LoadOptions, *, unhealthy: Unhealthy = "avoid"
+    ) -> LoadCandidate | None:
         """Read the newest usable checkpoint of the run; None if no whole state was saved yet.
 
         Parts that side savers saved before the first whole state do not count. Unless `unhealthy`
@@ -498,7 +502,7 @@ class CheckpointSearch:
         if entry is None:
             return None
         try:
-            expect_kept(catalog.home(entry.folder), entry.folder, entry.marks)
+            expect_kept(catalog.find_store(entry.folder), entry.folder, entry.marks)
         except BeingDeleted as error:
             if catalog.switch_tier(entry.folder):
                 return self._read_candidate(catalog, name, options, unhealthy)
@@ -506,7 +510,7 @@ class CheckpointSearch:
         self._expect_saved(entry, self._lacks(entry, but=(RNG,)))
         if unhealthy == "avoid" and catalog.is_avoided(entry):
             raise Avoided(f"not healthy: {', '.join(entry.manifest.unhealthy)}")
-        return self.read(entry, options)
+        return self.read_candidate(entry, options)
 
 
 def _may_lack(manifest: Manifest, options: LoadOptions) -> tuple[str, ...]:
@@ -524,7 +528,7 @@ def _edited(opened: Opened, edit: Edit | None, reader: TensorReader) -> EditedLo
         opened.components,
         edit,
         where=opened.folder,
-        read=lambda name: reader.read({name: opened.components[name].tensors})[name],
+        read=lambda name: reader.read_tensors({name: opened.components[name].tensors})[name],
     )
 
 
@@ -634,7 +638,7 @@ class Search:
                 f"{catalog.store.url}/{folder}: the leader sees this checkpoint, and this rank "
                 "does not. All ranks must have the same storage under this root"
             )
-        candidate = self._reader.read(entry, self._options)
+        candidate = self._reader.read_candidate(entry, self._options)
         candidate.prepared.ready(candidate.tensors)
         self.candidate = candidate
 
@@ -657,7 +661,7 @@ class Search:
             pass
         if self._walks and self._seen is not None:
             entry = self.candidate.entry if self.candidate is not None else None
-            self._seen.expect(entry, where=self._reader.catalog.store.url)
+            self._seen.expect_no_rollback(entry, where=self._reader.catalog.store.url)
         if self._refuse is not None:
             self._refuse(self.candidate.entry if self.candidate is not None else None)
         return Choice(
@@ -671,9 +675,9 @@ class Search:
         if self._which is None:
             return True
         self.candidate = (
-            self._reader.walk(self._options, unhealthy=self._unhealthy)
+            self._reader.read_newest(self._options, unhealthy=self._unhealthy)
             if self._walks
-            else self._reader.named(self._which, self._options)
+            else self._reader.read_named(self._which, self._options)
         )
         if self.candidate is not None:
             try:
@@ -712,7 +716,7 @@ class Search:
                 self._announced[folder] = str(error)
                 yield folder, error
 
-    def warn(self, emit: Emitter) -> None:
+    def log_problems(self, emit: Emitter) -> None:
         """Log a warning for each known problem of the chosen checkpoint and its run."""
         for one, other in self._reader.doubles:
             emit(

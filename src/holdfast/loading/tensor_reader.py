@@ -66,7 +66,7 @@ class TensorReader:
         """Error of the last read that failed; None if none did."""
         return self._pipeline.failure
 
-    def read(
+    def read_tensors(
         self, needed: Mapping[str, Iterable[str]], shards: Held = NONE_HELD
     ) -> dict[str, Mapping[str, Tensor]]:
         """Read the needed tensors, by component and key, into fresh memory.
@@ -79,13 +79,13 @@ class TensorReader:
             shards: component → key → the boxes of a tensor that are needed, which it returns as a
                 tensor of `local_shape`. All other tensors are returned whole.
         """
-        whole, boxed = self._split(needed, shards)
+        whole, boxed = self._split_needed(needed, shards)
         assembly = Assembly(self._opened.index, boxed)
-        by_component = self._parts(whole)
+        by_component = self._group_by_file(whole)
         known = {file for parts in by_component.values() for file in parts}
-        for file in assembly.files:
+        for file in assembly.tensor_files:
             if file not in known:
-                self._pipeline.expect(file)
+                self._pipeline.register_file(file)
         plan = self._plan()
         tables: dict[str, Mapping[str, Tensor]] = {}
         for component, parts in by_component.items():
@@ -93,7 +93,7 @@ class TensorReader:
             # cost nothing.
             arenas = [Arena(self._opened.manifest.files[file].nbytes) for file in parts]
             for (file, wanted), arena in zip(parts.items(), arenas, strict=True):
-                plan.fill(file, wanted, arena)
+                plan.plan_arena_reads(file, wanted, arena)
             tables[component] = FreshTensors(parts, arenas)
         for component, tensors in assembly.allocate().items():
             tables[component] = {**tables[component], **tensors}
@@ -108,24 +108,24 @@ class TensorReader:
         """Return placeholders of the needed tensors, by component and key: read when copied.
 
         Components with a tensor that is stored as several boxes, or of which only some boxes are
-        needed, are read into fresh memory at once; see `read`.
+        needed, are read into fresh memory at once; see `read_tensors`.
         """
         lists = {name: [*keys] for name, keys in needed.items()}
-        _, boxed = self._split(lists, shards)
-        by_component = self._parts({n: keys for n, keys in lists.items() if n not in boxed})
+        _, boxed = self._split_needed(lists, shards)
+        by_component = self._group_by_file({n: keys for n, keys in lists.items() if n not in boxed})
         for parts in by_component.values():
             self._unread.update(parts)
-        fresh = self.read({name: lists[name] for name in boxed}, shards) if boxed else {}
+        fresh = self.read_tensors({name: lists[name] for name in boxed}, shards) if boxed else {}
         return {**{n: UnreadTensors(self, p) for n, p in by_component.items()}, **fresh}
 
     def verify_all(self) -> None:
         """Read and check every block that the `unread` tensors need, without any copy."""
         plan = self._plan()
         for file, wanted in self._unread.items():
-            plan.check(file, wanted)
+            plan.plan_checked_reads(file, wanted)
         self._pipeline.run(plan)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
+    def read_pairs(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
         """Read the stored tensor of each pair into the live one; see `TensorSource`."""
         # Threads copy, not on the caller's stream: pending uses of the live tensors must end first.
         for device in {live.device for live, _ in pairs if live.is_cuda}:
@@ -133,9 +133,9 @@ class TensorReader:
             self._pipeline.pin_for(device)
         pairs = [(live, unread) for live, unread in pairs if unread.nbytes]
         targets = [
-            _target(live) if unread.nbytes >= DIRECT_NBYTES else None for live, unread in pairs
+            _view_memory(live) if unread.nbytes >= DIRECT_NBYTES else None for live, unread in pairs
         ]
-        places = _places([unread for _, unread in pairs])
+        places = _make_columns([unread for _, unread in pairs])
         is_packed = np.fromiter((target is None for target in targets), np.bool_, len(targets))
         for numbers in batches(places, places.nbytes * is_packed):
             self._copy_batch(pairs, targets, places, numbers)
@@ -153,8 +153,8 @@ class TensorReader:
             is_run = assembly.is_run[numbers]
             for number in numbers[is_run].tolist():
                 file, start = places.files[places.file[number]], int(places.start[number])
-                plan.copy(file, start, assembly.target(number))
-            packed = Packed(places.of(numbers[~is_run]))
+                plan.plan_copy(file, start, assembly.find_memory(number))
+            packed = Packed(places.select_shards(numbers[~is_run]))
             plan.copy_packed(packed)
             self._pipeline.run(plan)
             assembly.scatter(numbers[~is_run], packed)
@@ -175,20 +175,20 @@ class TensorReader:
             if target is None:
                 others.append(number)
                 continue
-            plan.copy(unread.file, unread.start, target)
+            plan.plan_copy(unread.file, unread.start, target)
             # Neither numpy nor a copy into a view of bytes tells autograd that a tensor changes.
             # It may change even if the read fails half-way.
             torch.autograd.graph.increment_version(live)
-        packed = Packed(places.of(np.array(others, np.int64)))
+        packed = Packed(places.select_shards(np.array(others, np.int64)))
         plan.copy_packed(packed)
         self._pipeline.run(plan)
-        values = packed.arena.tensors(
+        values = packed.arena.make_tensor_views(
             [pairs[number][1].spec for number in others], packed.starts, packed.nbytes
         )
         lives = [pairs[number][0] for number in others]
         copy_tensors([*zip(lives, values, strict=True)])
 
-    def _split(
+    def _split_needed(
         self, needed: Mapping[str, Iterable[str]], shards: Held
     ) -> tuple[Mapping[str, Iterable[str]], dict[str, dict[str, LocalShards | None]]]:
         """Part the needed tensors: those stored whole and needed whole, and all others."""
@@ -211,11 +211,11 @@ class TensorReader:
                 boxed[name] = of_boxed
         return whole, boxed
 
-    def _parts(self, needed: Mapping[str, Iterable[str]]) -> dict[str, dict[str, Wanted]]:
+    def _group_by_file(self, needed: Mapping[str, Iterable[str]]) -> dict[str, dict[str, Wanted]]:
         """Group the needed tensors by component and file, and check the lengths of the files."""
         by_component: dict[str, dict[str, Wanted]] = {name: {} for name in needed}
         for file, wanted in wanted_by_file(self._opened.index, needed).items():
-            self._pipeline.expect(file)
+            self._pipeline.register_file(file)
             by_component[wanted.component][file] = wanted
         return by_component
 
@@ -223,7 +223,7 @@ class TensorReader:
         return ReadPlan(self._opened.index.block_nbytes)
 
 
-def _places(tensors: Sequence[UnreadTensor]) -> Places:
+def _make_columns(tensors: Sequence[UnreadTensor]) -> Places:
     """Return the files and offsets of unread tensors as columns."""
     files = sorted({unread.file for unread in tensors})
     numbers = {file: number for number, file in enumerate(files)}
@@ -231,7 +231,7 @@ def _places(tensors: Sequence[UnreadTensor]) -> Places:
     return Places(files, *np.array(rows, np.int64).reshape(-1, 3).T)
 
 
-def _target(live: Tensor) -> Any | None:
+def _view_memory(live: Tensor) -> Any | None:
     """Return the memory of a live tensor as bytes; None if its layout is not the stored one."""
     if is_plain(live):
         return bytes_of(live)

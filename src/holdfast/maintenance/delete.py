@@ -23,7 +23,7 @@ from holdfast.ownership.deletion import Removal, retract, thin
 from holdfast.ownership.leases import Readers
 from holdfast.ownership.owner import Ownership
 from holdfast.root.catalog import Catalog, Entry
-from holdfast.root.commit import check_ownership, kept_of_others, name_latest, settle
+from holdfast.root.commit import check_ownership, kept_of_others, name_latest, sync_checkpoint
 from holdfast.root.lost_manifests import latest_of
 from holdfast.root.remaining import parts_of
 from holdfast.root.upload_records import NotedUploads
@@ -62,7 +62,7 @@ def examine(store: Store, entry: Entry, components: Sequence[str] = ()) -> Delet
     is_latest = is_latest or (point is not None and point.folder == entry.folder)
     if is_latest and after is None and not components:
         expect_nothing_left_behind(Catalog(store), entry.folder)
-    leases = Readers(store).of(entry.folder)
+    leases = Readers(store).find_leases(entry.folder)
     return DeletionPlan(
         entry=entry,
         components=tuple(components),
@@ -72,7 +72,7 @@ def examine(store: Store, entry: Entry, components: Sequence[str] = ()) -> Delet
             *(f"it is tagged {tag}" for tag in entry.tags),
         ),
         is_latest=is_latest,
-        goes_on_from=Catalog(store).resolve(after.folder) if after is not None else None,
+        goes_on_from=Catalog(store).find_checkpoint(after.folder) if after is not None else None,
         waits_for=NotedUploads(store).holds(entry)
         or (f"{leases[0].who} reads it" if leases else ""),
     )
@@ -92,7 +92,7 @@ def _expect_components(entry: Entry, components: Sequence[str]) -> None:
         )
 
 
-def remove(
+def delete_as_planned(
     store: Store, asked: DeletionPlan, *, reason: str, emit: Emitter, watch: Wait | None = None
 ) -> str:
     """Delete or thin a checkpoint as `examine` described it; return why it was kept, or "".
@@ -102,25 +102,25 @@ def remove(
     """
     folder, base = asked.entry.folder, asked.goes_on_from
     readers = Readers(store)
-    readers.watch({folder}, wait=watch or threading.Event().wait, emit=emit)
-    if leases := readers.of(folder):  # check before the mark, which blocks new readers
+    readers.watch_leases({folder}, wait=watch or threading.Event().wait, emit=emit)
+    if leases := readers.find_leases(folder):  # check before the mark, which blocks new readers
         return f"{leases[0].who} reads it"
     _expect_nothing_new(store, asked)
     if base is not None:
         _expect_whole(store, base)
     owner = Ownership(store, takeover=False, emit=emit)
-    owner.take(_choices(store, asked, reason))
+    owner.claim_ownership(_choose_after_delete(store, asked, reason))
     claim = owner.claim
     assert claim is not None
     try:
         if base is not None:
-            settle(store, base.folder)
+            sync_checkpoint(store, base.folder)
         removal = _carry_out(store, asked, claim, reason, readers)
     except OutcomeUnknown:
         owner.is_clean = False
         raise
     finally:
-        owner.release()
+        owner.release_run()
     if not removal.is_done:
         who = removal.leases[0].who if removal.leases else ""
         why = f"{who} reads it" if who else "it was pinned, tagged or deleted meanwhile"
@@ -161,17 +161,17 @@ def _carry_out(
     return retract(store, folder, claim=claim, reason=reason, readers=readers, even_held=even_held)
 
 
-def finish(store: Store, folder: str, *, emit: Emitter) -> None:
+def complete_deletion(store: Store, folder: str, *, emit: Emitter) -> None:
     """Remove what an interrupted deletion left of a checkpoint whose tombstone is there."""
     owner = Ownership(store, takeover=False, emit=emit)
-    owner.take(_standings(store))
+    owner.claim_ownership(_standings(store))
     assert owner.claim is not None
     try:
         removal = retract(store, folder, claim=owner.claim, reason="", readers=Readers(store))
         if removal.left:
             emit("warning", kept_of_others(store, folder, removal.left))
     finally:
-        owner.release()
+        owner.release_run()
 
 
 def _expect_nothing_new(store: Store, asked: DeletionPlan) -> None:
@@ -201,7 +201,7 @@ def _standings(store: Store) -> Iterator[Choice]:
         yield standing(store)
 
 
-def _choices(store: Store, asked: DeletionPlan, reason: str) -> Iterator[Choice]:
+def _choose_after_delete(store: Store, asked: DeletionPlan, reason: str) -> Iterator[Choice]:
     """Yield, for each try to claim, the checkpoint to resume from afterwards.
 
     Marked as a rollback if that is another one than before, so that what an earlier rollback left

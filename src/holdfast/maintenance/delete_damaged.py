@@ -118,7 +118,7 @@ def expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
         )
 
 
-def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = None) -> str:
+def delete_damaged(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = None) -> str:
     """Delete a checkpoint whose manifest is damaged; return why it was kept, or an empty text.
 
     Claims the run meanwhile and watches leases of readers on other hosts, as `prune` does. After
@@ -127,11 +127,11 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
     """
     damaged = examine(store, folder)
     readers = Readers(store)
-    readers.watch({folder}, wait=watch or threading.Event().wait, emit=emit)
-    if leases := readers.of(folder):  # check before the mark, which blocks new readers
+    readers.watch_leases({folder}, wait=watch or threading.Event().wait, emit=emit)
+    if leases := readers.find_leases(folder):  # check before the mark, which blocks new readers
         return f"{leases[0].who} reads it"
     owner = Ownership(store, takeover=False, emit=emit)
-    owner.take(_choices(store, folder))
+    owner.claim_ownership(_choose_without(store, folder))
     claim = owner.claim
     assert claim is not None
     try:
@@ -150,13 +150,13 @@ def delete(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = Non
         owner.is_clean = False
         raise
     finally:
-        owner.release()
+        owner.release_run()
     if not why:
         readers.tidy(folder)
     return why
 
 
-def _choices(store: Store, folder: str) -> Iterator[Choice]:
+def _choose_without(store: Store, folder: str) -> Iterator[Choice]:
     """Yield, for each try to claim, the checkpoint to resume from once `folder` is deleted.
 
     Marked as a rollback if the run's latest was `folder`, so that checkpoints which a rollback to

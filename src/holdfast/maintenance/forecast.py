@@ -241,10 +241,10 @@ class _Coming:
             names = [name for name in parts if name in every]
             sides = [SideSaver(n, every=every[n], components=parts[n]) for n in names]
             schedule, now = SaveSchedule(every[MAIN], sides), self._now
-            schedule.stand_on(now, self._history)
+            schedule.resume_schedule(now, self._history)
             for _ in range(_MAX_LOOKS):
-                now = self._at(schedule.quiet_until(now))
-                due = schedule.due(now)
+                now = self._predict_counters(schedule.quiet_until(now))
+                due = schedule.merge_due_saves(now)
                 if due is not None:
                     schedule.began(due, now)
                     found.append((due, now))
@@ -259,7 +259,7 @@ class _Coming:
         components = saved if newest.left_out else None
         due = Due(newest.save_class, "", savers=newest.savers, components=components)
         steps = (self._now.step + self._distance * place for place in range(1, number + 1))
-        return [(due, self._at(step)) for step in steps]
+        return [(due, self._predict_counters(step)) for step in steps]
 
     def candidates(
         self, dues: Sequence[tuple[Due, Timestamp]], after: _Order, sizes: Mapping[str, int]
@@ -283,7 +283,7 @@ class _Coming:
             found.append((save, parts))
         return found
 
-    def _at(self, step: int) -> Timestamp:
+    def _predict_counters(self, step: int) -> Timestamp:
         """Return the counters at a coming step."""
         grown: dict[str, Fraction] = {}
         for name in ("epoch", "samples", "tokens", "cycle", "wall_s"):

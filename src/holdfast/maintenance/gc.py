@@ -58,7 +58,7 @@ class GcReport:
     nbytes: int = 0
 
 
-def collect(
+def collect_garbage(
     store: Store,
     *,
     dry_run: bool = False,
@@ -120,7 +120,7 @@ def collect(
     if own_epoch is not None and not dry_run:
         with _recording_failure("ended attempts", report):
             listed = (str(name) for name in attempts if ended.is_listed(str(name)))
-            ended.write(store, own_epoch, {*listed, *report.bare})
+            ended.write_ended_record(store, own_epoch, {*listed, *report.bare})
             _sweep_heartbeats(store, own_epoch)
     with _recording_failure(layout.REQUESTS, report):
         _sweep_answers(store, judge, report, own_epoch=own_epoch, dry_run=dry_run)
@@ -176,7 +176,7 @@ class _Judge:
             self._dead[epoch] = nothing_in_flight(self._store, epoch)
         return self._dead[epoch]
 
-    def is_over(self, epoch: int, register: Register | None) -> bool:
+    def is_attempt_closed(self, epoch: int, register: Register | None) -> bool:
         """Whether no writer or uploader can still add files to an attempt of that epoch."""
         if epoch in self.named or (isinstance(register, Deleted) and self._is_put_once):
             return True
@@ -256,7 +256,7 @@ def _visit(
         return False
     there = [*store.list(f"{folder}/")]
     nbytes = sum(info.nbytes for info in there)
-    whole = judge.is_over(name.epoch, register)
+    whole = judge.is_attempt_closed(name.epoch, register)
     why = _why(register is None, name.epoch, whole)
     if not dry_run:
         if register is None and not mark_aborted(store, folder, by="gc", reason="not committed"):
@@ -301,7 +301,7 @@ def _drop_stale_record(store: Store, folder: str, ended: EndedAttempts, report: 
         report.kept.append((folder, "committed, though it had ended: it was put back"))
     elif not any(folder == removed for removed, _ in report.removed[-1:]):
         return
-    ended.forget(store)
+    ended.clear_records(store)
 
 
 def _sweep_heartbeats(store: Store, own_epoch: int) -> None:

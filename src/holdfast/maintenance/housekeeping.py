@@ -19,8 +19,8 @@ from holdfast.errors import HoldfastError, Superseded
 from holdfast.events import Emitter
 from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Timestamp
-from holdfast.maintenance.gc import collect
-from holdfast.maintenance.recorded_costs import gather
+from holdfast.maintenance.gc import collect_garbage
+from holdfast.maintenance.recorded_costs import read_recorded_costs
 from holdfast.maintenance.retention import Deleter, Waiting
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
@@ -78,7 +78,7 @@ class Housekeeper:
             store, rule, emit, replaces=replaces, is_sent_to=is_sent_to, waiting=waiting
         )
 
-    def after_commit(self, entry: Entry) -> None:
+    def apply_retention(self, entry: Entry) -> None:
         """Point `latest` to a new checkpoint if a run would resume from it, then run retention."""
         if not entry.manifest.lacks:
             with self._trying("latest"):
@@ -97,20 +97,20 @@ class Housekeeper:
                     claim, has_committed=owner.has_committed, unclear=owner.unclear
                 )
 
-    def release(self, folder: str) -> None:
+    def delete_local_copy(self, folder: str) -> None:
         """Delete the copy here of a checkpoint that the other tier has. Thread-safe."""
         owner, name = self._owner, parse_attempt(folder)
         with self._lock, self._trying("retention"):
             entry = None if name is None else Catalog(self._store).entry(name)
             if entry is not None and owner.claim is not None:
-                self._deleter.release(owner.claim, entry, unclear=owner.unclear)
+                self._deleter.delete_local_copy(owner.claim, entry, unclear=owner.unclear)
 
-    def after_claim(self, *, spared: Collection[str] = ()) -> None:
+    def remove_unfinished(self, *, spared: Collection[str] = ()) -> None:
         """Remove unfinished saves of earlier writers by gc, except in the `spared` folders.
         Waits for a deletion in progress, whose temporary file gc would remove. Thread-safe."""
         claim = self._owner.claim
         with self._lock, self._trying("gc"):
-            report = collect(
+            report = collect_garbage(
                 self._store,
                 own_epoch=claim.epoch if claim is not None else None,
                 spared=spared,
@@ -150,7 +150,7 @@ class UploadQueries:
     `replication.mirror.Mirror` uploads to a second root.
     """
 
-    def committed(self) -> None:
+    def queue_new_uploads(self) -> None:
         """Queue the upload of a new local checkpoint; call before local retention runs."""
 
     def mend_now(self) -> None:
@@ -175,14 +175,14 @@ class UploadQueries:
         """Return a text on the checkpoints that are not uploaded yet; empty if there are none."""
         return ""
 
-    def settle(self, timeout_s: float) -> None:
+    def wait_for_uploads(self, timeout_s: float) -> None:
         """Block until the queue of uploads is empty, or has only uploads that cannot succeed.
 
         Raises:
             DeadlineExceeded: lists the uploads that still wait.
         """
 
-    def close(self, timeout_s: float) -> None:
+    def finish_uploads(self, timeout_s: float) -> None:
         """Upload queued checkpoints until a deadline, then stop the upload thread."""
 
 
@@ -203,13 +203,13 @@ class IntervalMeasurements:
 
     # In the background
 
-    def after_claim(self) -> None:
+    def load_recorded_costs(self) -> None:
         """Pass the costs recorded in all manifests and claims to the `Auto`."""
         claim = self._owner.claim
         if self._auto is None or claim is None:
             return
         try:
-            history = gather(self._store).history
+            history = read_recorded_costs(self._store).history
         except HoldfastError as error:
             # The next commit retries; until then only costs measured by this process count.
             self._emit("housekeeping_failed", f'every="auto" cannot read the record: {error}')
@@ -218,14 +218,14 @@ class IntervalMeasurements:
         self._learnt_epoch = claim.epoch
         self._emit_interval()
 
-    def after_commit(self, entry: Entry) -> None:
+    def record_new_cost(self, entry: Entry) -> None:
         """Pass a new checkpoint's cost to the `Auto`; skip an old one of an unchanged save."""
         manifest = entry.manifest
         if self._auto is None or manifest.lacks or manifest.save_id == self._last_id:
             return
         self._last_id = manifest.save_id
         if self._learnt_epoch != manifest.epoch:
-            self.after_claim()
+            self.load_recorded_costs()
             if self._learnt_epoch == manifest.epoch:
                 return  # this save is in the record already
         cost = SaveCost.read(manifest.timings, is_first=manifest.sequence == 1)
@@ -267,15 +267,15 @@ class PostSaveTasks:
 
     def after_claim(self) -> None:
         """Remove leftovers of earlier writers, read recorded costs, repair damaged checkpoints."""
-        self._housekeeper.after_claim()
-        self._tuning.after_claim()
+        self._housekeeper.remove_unfinished()
+        self._tuning.load_recorded_costs()
         self._uploads.mend_now()
 
     def after_commit(self, entry: Entry) -> None:
         """Record a new checkpoint's cost, queue its upload, then run local retention."""
-        self._tuning.after_commit(entry)
-        self._uploads.committed()
-        self._housekeeper.after_commit(entry)
+        self._tuning.record_new_cost(entry)
+        self._uploads.queue_new_uploads()
+        self._housekeeper.apply_retention(entry)
 
     def after_failure(self) -> None:
         """Keep the manager alive until its error is raised; let later managers claim the run."""

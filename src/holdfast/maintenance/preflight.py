@@ -44,7 +44,7 @@ from holdfast.root.commit import put_once, remove_scratch
 from holdfast.saving.free_space import lack_of_room
 from holdfast.saving.probe import Ask, ProbeResult, SaveSize, nobody
 from holdfast.store.base import Store
-from holdfast.threads.workers import Workers, gather
+from holdfast.threads.workers import Workers, gather_results
 
 _FIRST, _SECOND = b"first", b"second"
 _PIECE = b"holdfast" * 512
@@ -116,7 +116,7 @@ class _OtherRanks:
         self.apart: list[str] = []
         """Which rank does not see what, a line each."""
 
-    def look(self, folder: str) -> None:
+    def probe_each_other(self, folder: str) -> None:
         """Let all other ranks look at what this one has written, and look for what they have."""
         self.looks = self._ask(folder)
         if not self.looks:
@@ -140,7 +140,7 @@ class _OtherRanks:
         return enumerate(self.looks, start=1)
 
 
-def look(store: Store, rank: int, emit: Emitter, folder: str) -> ProbeResult:
+def probe_as_follower(store: Store, rank: int, emit: Emitter, folder: str) -> ProbeResult:
     """Try the operations of a save, as a follower, in the scratch folder of the leader."""
     found = ProbeResult(host=socket.gethostname())
     try:
@@ -198,7 +198,7 @@ def _refusals(store: Store, others: _OtherRanks) -> Iterator[str]:
     try:
         refusals = [*_register_refusals(store, _key_of(folder, LEADER))]
         if not refusals:
-            others.look(folder)
+            others.probe_each_other(folder)
         if not refusals and not store.has_folders:
             refusals += _race_refusals(store, folder)
         yield from refusals
@@ -253,7 +253,9 @@ def _race_refusals(store: Store, folder: str) -> Iterator[str]:
         for number in range(_RACES):
             key = f"{folder}/race-{number}"
             jobs = [workers.submit(partial(_wins, store, key, racer)) for racer in range(_RACERS)]
-            won = sum(gather(jobs, timeout_s=_RACE_TIMEOUT_S, what="preflight: puts at once"))
+            won = sum(
+                gather_results(jobs, timeout_s=_RACE_TIMEOUT_S, what="preflight: puts at once")
+            )
             if won != 1:
                 yield (
                     f"{store.url}: {won} of {_RACERS} puts of one key at once, each only if it is "
@@ -264,7 +266,7 @@ def _race_refusals(store: Store, folder: str) -> Iterator[str]:
     except (StoreError, FormatError, DeadlineExceeded) as error:
         yield f"putting one object from several threads: {error}"
     finally:
-        workers.close()
+        workers.close_pool()
 
 
 def _wins(store: Store, key: str, racer: int) -> bool:
@@ -344,7 +346,7 @@ class FirstSaveChecks:
         """Whether the next save must first check space and permissions."""
         self._has_compared_clocks = False
 
-    def expect(
+    def check_first_save(
         self,
         size: SaveSize,
         standing: Entry | None,
@@ -364,7 +366,7 @@ class FirstSaveChecks:
             PreflightFailed: a save would fail.
         """
         if self._owner.claim is None:
-            self._owner.check()
+            self._owner.expect_no_live_owner()
             self._refuse_accidental_restart(standing)
         if self.preflight_due:
             self._check_room(size, self._store, self._rules.local, ask)
@@ -372,7 +374,7 @@ class FirstSaveChecks:
                 self._check_remote(size, self._owner)
             self.preflight_due = False
         if self._owner.claim is None:
-            self._owner.take(
+            self._owner.claim_ownership(
                 settled_choice(standing, is_rollback=is_rollback)
                 if standing is not None
                 else self._fresh_starts()

@@ -12,7 +12,7 @@ from holdfast.errors import FormatError, NotSealed, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
 from holdfast.maintenance.resume_plan import obstacle_of
-from holdfast.maintenance.retention import Deleter, PlannedDecision, Pruned, plan
+from holdfast.maintenance.retention import Deleter, PlannedDecision, Pruned, plan_retention
 from holdfast.ownership.claim import Choice, Wait
 from holdfast.ownership.leases import Readers
 from holdfast.ownership.owner import Ownership
@@ -26,7 +26,7 @@ from holdfast.store.base import Store
 def preview(
     store: Store, rule: Rule, *, known: Mapping[str, Manifest] | None = None
 ) -> tuple[PlannedDecision, ...]:
-    """Plan which checkpoints `prune` would delete now. Claims and writes nothing.
+    """Plan which checkpoints `prune_checkpoints` would delete now. Claims and writes nothing.
 
     `known`: manifests that were read before, by folder.
     """
@@ -36,7 +36,7 @@ def preview(
     epoch = catalog.highest_epoch() or max(attempts, default=0)
     resumed_from = point.order if point else None
     entries, _ = catalog.survey(known=known)
-    planned = plan(catalog, entries, rule, epoch=epoch, resumed_from=resumed_from)
+    planned = plan_retention(catalog, entries, rule, epoch=epoch, resumed_from=resumed_from)
     known_savers = {MAIN}.union(*(item.decision.entry.savers for item in planned))
     if strangers := savers_of(rule) - known_savers:
         raise UsageError(
@@ -51,7 +51,9 @@ def preview(
     return planned
 
 
-def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None) -> Pruned:
+def prune_checkpoints(
+    store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None
+) -> Pruned:
     """Apply a retention rule once; claims the run while it deletes, if there is work.
 
     Checkpoints that are being read or wait for their upload stay. Readers on other hosts are
@@ -63,16 +65,16 @@ def prune(store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None)
     if not work:
         return Pruned(planned=planned)
     readers = Readers(store)
-    readers.watch(work, wait=watch or threading.Event().wait, emit=emit)
+    readers.watch_leases(work, wait=watch or threading.Event().wait, emit=emit)
     owner = Ownership(store, takeover=False, emit=emit)
     deleter = Deleter(store, rule, Emitter(()), readers=readers, waiting=NotedUploads(store))
-    owner.take(_standings(store))
+    owner.claim_ownership(_standings(store))
     try:
         assert owner.claim is not None
         deleter.carry_out(owner.claim, has_committed=False)
     finally:
         owner.is_clean = deleter.report.is_clean
-        owner.release()
+        owner.release_run()
     return deleter.report
 
 

@@ -57,7 +57,7 @@ class RecordedFacts:
         return History(saves=self.saves, num_failures=num_failures, trained_s=self.trained_s)
 
 
-def gather(store: Store) -> RecordedFacts:
+def read_recorded_costs(store: Store) -> RecordedFacts:
     """Read the recorded save costs and starts of a run; claims and writes nothing.
 
     Raises:
@@ -118,7 +118,7 @@ def ending_of(store: Store, claim: WriterRecord, following: WriterRecord | None)
     """Say how the process of a claim ended; `following` is the next claim, if there is one."""
     if is_closed(store, claim.epoch):
         return "closed"
-    if following is not None and _is_same(claim.process, following.process):
+    if following is not None and _is_same_process(claim.process, following.process):
         return "continued"
     state = liveness(claim.process)
     if state == "dead":
@@ -129,5 +129,5 @@ def ending_of(store: Store, claim: WriterRecord, following: WriterRecord | None)
     return "unknown" if following.takeover else "failed"
 
 
-def _is_same(one: Process, other: Process) -> bool:
+def _is_same_process(one: Process, other: Process) -> bool:
     return bool(one.start and one.boot_id) and one == other

@@ -1,6 +1,7 @@
 """Deletion of what the retention rule does not keep, one checkpoint at a time, oldest first.
 
-Whole checkpoints are deleted first, then components of some that stay. A dry run calls `plan` only.
+Whole checkpoints are deleted first, then components of some that stay. A dry run calls
+`plan_retention` only.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from holdfast.ownership.leases import FoundLease, Readers
 from holdfast.policy.retention import Decision, judge, may_rest_on, renamed, unmet
 from holdfast.policy.rule import Candidate, Rule
 from holdfast.root.catalog import Catalog, Entry
-from holdfast.root.commit import kept_of_others, settle
+from holdfast.root.commit import kept_of_others, sync_checkpoint
 from holdfast.root.remaining import parts_of
 from holdfast.store.base import Store, is_one_file
 
@@ -49,7 +50,7 @@ class PlannedDecision:
         return sum(parts[name].nbytes for name in self.decision.drop)
 
 
-def plan(
+def plan_retention(
     catalog: Catalog,
     entries: Iterable[Entry],
     rule: Rule,
@@ -188,7 +189,8 @@ class Deleter:
     def carry_out(
         self, claim: Claim, *, has_committed: bool, unclear: Collection[str] = ()
     ) -> None:
-        """Apply the rule: delete what it does not keep now. `plan` gives the same decisions.
+        """Apply the rule: delete what it does not keep now. `plan_retention` gives the same
+        decisions.
 
         A deletion that fails is tried again next time. Until this claim has committed
         (`has_committed`), the checkpoint it resumed from is kept whole. The registers of `unclear`
@@ -205,7 +207,7 @@ class Deleter:
             if self._is_first_time(folder):
                 text = f"{folder} stays, whatever the rule says, because it cannot be read: {error}"
                 self._emit("warning", text, folder=folder)
-        planned = plan(
+        planned = plan_retention(
             catalog,
             entries,
             self._rule,
@@ -216,7 +218,7 @@ class Deleter:
         self.report = Pruned(planned=planned)
         self._manifests = {item.entry.folder: item.entry.manifest for item in planned}
         self._report_lacks(planned)
-        self._finish(claim, catalog)
+        self._retry_deletions(claim, catalog)
         # Check before any mark is written: a mark stays, and blocks new readers.
         due = [item for item in reversed(planned) if item.decision.drop or not item.decision.keep]
         work = [item for item in due if not self._must_stay(item.entry)]
@@ -227,11 +229,13 @@ class Deleter:
             if base is None:
                 continue
             if base.folder not in settled:
-                settle(self._store, base.folder)
+                sync_checkpoint(self._store, base.folder)
                 settled.add(base.folder)
             self._execute(claim, item)
 
-    def release(self, claim: Claim, entry: Entry, *, unclear: Collection[str] = ()) -> None:
+    def delete_local_copy(
+        self, claim: Claim, entry: Entry, *, unclear: Collection[str] = ()
+    ) -> None:
         """Delete the copy here of a checkpoint that the other tier was seen to have, even the
         newest; unless it is pinned, tagged, read or waits for its upload. `latest` still names it:
         by that a process that cannot reach the other tier knows that it must not go back.
@@ -266,7 +270,7 @@ class Deleter:
                     "save",
                 )
 
-    def _finish(self, claim: Claim, catalog: Catalog) -> None:
+    def _retry_deletions(self, claim: Claim, catalog: Catalog) -> None:
         """Retry deletions that stopped half-way; their folders are in no plan any more."""
         for folder, item in [*self._failures.items()]:
             try:
@@ -292,12 +296,13 @@ class Deleter:
         for entry in (*known, *newer):
             if entry.folder in damaged:
                 continue
-            if self._is_unchanged(entry) if entry in known else self._reads_back_well(entry):
+            is_read_back = self._is_manifest_unchanged if entry in known else self._reads_back_well
+            if is_read_back(entry):
                 return entry
             damaged.add(entry.folder)
         return None
 
-    def _is_unchanged(self, entry: Entry) -> bool:
+    def _is_manifest_unchanged(self, entry: Entry) -> bool:
         """Whether the manifest of a verified checkpoint is still as it was when read back."""
         try:
             register = Catalog(self._store).read(entry.folder)
@@ -397,7 +402,7 @@ class Deleter:
             self._postpone(entry, why)
         if why:
             return True
-        leases = self._readers.of(entry.folder)
+        leases = self._readers.find_leases(entry.folder)
         self._report_readers(entry, leases)
         return bool(leases)
 

@@ -66,7 +66,7 @@ def sealed_in(store: Store) -> Iterator[Sealed | Rekeyed]:
     """Yield a root's encrypted checkpoints, newest first; a failed `Rekeyed` if unreadable."""
     for name in Catalog(store).attempts():
         try:
-            found = look(store, str(name))
+            found = read_sealed_manifest(store, str(name))
         except (FormatError, StoreError) as error:
             yield Rekeyed(folder=str(name), outcome="failed", reason=str(error))
         else:
@@ -74,7 +74,7 @@ def sealed_in(store: Store) -> Iterator[Sealed | Rekeyed]:
                 yield found
 
 
-def look(store: Store, folder: str) -> Sealed | None:
+def read_sealed_manifest(store: Store, folder: str) -> Sealed | None:
     """Read the unencrypted manifest part and key boxes of a checkpoint; None if not encrypted.
 
     Raises:

@@ -28,7 +28,7 @@ from holdfast.errors import (
     UnsupportedVersion,
 )
 from holdfast.format import layout
-from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
+from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, list_blocks
 from holdfast.format.boxes import key_of_box
 from holdfast.format.envelope import MAX_MARK_NBYTES, check_mark, decode_box, is_mark
 from holdfast.format.index import Index, ShardEntry, TensorEntry, decode_index
@@ -101,7 +101,7 @@ def verify(
     while True:
         inspection = _Inspection(store, folder, progress, decode=decode)
         try:
-            report = inspection.run()
+            report = inspection.inspect_checkpoint()
         except MissingKey:
             return scrub(store, folder, progress=progress)
         # Components that retention deleted meanwhile are not damaged: check again without them.
@@ -179,7 +179,7 @@ def _is_committed(store: Store, folder: str) -> bool:
 
 def _check_claims(store: Store) -> Iterator[Problem]:
     reader = FolderReader(store, layout.WRITERS)
-    for name in reader.names():
+    for name in reader.list_names():
         if layout.parse_writer(name) is not None:
             decode: Callable[..., object] = WriterRecord.decode
         elif name.endswith(".closed.json"):
@@ -220,7 +220,7 @@ class _Inspection:
         """The manifest without the components that retention deleted."""
         self._places: dict[str, list[tuple[int, int, str]]] = {}
 
-    def run(self) -> VerifyReport:
+    def inspect_checkpoint(self) -> VerifyReport:
         manifest = self._manifest()
         index: Index | None = None
         if manifest is not None:
@@ -228,7 +228,7 @@ class _Inspection:
             here = self._here = self._without_dropped(manifest)
             self._tally.total = here.nbytes
             index = self._index(manifest)
-            self._places = _places(index)
+            self._places = _list_ranges(index)
             damaged = self._contents(here, index)
             if index is not None:
                 self._check_documents(here, index, damaged)
@@ -252,11 +252,13 @@ class _Inspection:
         if self._here is None:
             return False
         manifest = self._manifest()
-        return manifest is not None and self._parts(manifest).whole != tuple(self._here.components)
+        return manifest is not None and self._read_parts(manifest).whole != tuple(
+            self._here.components
+        )
 
     def _without_dropped(self, manifest: Manifest) -> Manifest:
         """Return the manifest without components deleted by retention; add notes on those."""
-        parts = self._parts(manifest)
+        parts = self._read_parts(manifest)
         dropped = (*parts.begun, *parts.gone)
         self._notes += [f"component {name} was dropped by retention" for name in dropped]
         self._notes += [f"component {name} was not to be saved" for name in manifest.left_out]
@@ -268,7 +270,7 @@ class _Inspection:
             files={file: entry for file, entry in manifest.files.items() if file not in lost},
         )
 
-    def _parts(self, manifest: Manifest) -> Parts:
+    def _read_parts(self, manifest: Manifest) -> Parts:
         marks = again(lambda: Catalog(self._store).marks(self._folder))
         return again(lambda: parts_of(self._store, self._folder, manifest, marks))
 
@@ -310,7 +312,7 @@ class _Inspection:
             return decode_index(data, files=manifest.files, what=what)
 
         try:
-            return self._reader.decoded(layout.INDEX, layout.MAX_INDEX_NBYTES, decode)
+            return self._reader.read_decoded(layout.INDEX, layout.MAX_INDEX_NBYTES, decode)
         except NotFound:
             self._problem(layout.INDEX, "is missing")
         except _OtherBytes as error:
@@ -319,7 +321,7 @@ class _Inspection:
         except (FormatError, StoreError) as error:
             self._problem(layout.INDEX, error)
         finally:
-            self._tally.add(listed.nbytes)
+            self._tally.count_checked(listed.nbytes)
         return None
 
     def _contents(self, manifest: Manifest, index: Index | None) -> set[str]:
@@ -347,7 +349,7 @@ class _Inspection:
         for file, listed in files.items():
             if listed.stored is not None:
                 try:
-                    found[file] = FileBlocks.of(self._folder, file, listed, index)
+                    found[file] = FileBlocks.from_entries(self._folder, file, listed, index)
                 except UnsupportedVersion as error:
                     missing[listed.stored.codec] = str(error)
         self._notes += [f"not decoded: {text}" for text in missing.values()]
@@ -376,9 +378,9 @@ class _Inspection:
         self, file: str, listed: FileEntry, index: Index | None, block_nbytes: int
     ) -> list[BlockToCheck]:
         """List the blocks that lie wholly inside the file as it is now."""
-        nbytes = self._size(file, listed, index, block_nbytes)
+        nbytes = self._check_length(file, listed, index, block_nbytes)
         if listed.stored is None:
-            spans = split(min(nbytes, listed.nbytes), block_nbytes)
+            spans = list_blocks(min(nbytes, listed.nbytes), block_nbytes)
             whole = spans if nbytes >= listed.nbytes else spans[: nbytes // block_nbytes]
             digests = b"" if index is None else index.blocks[file]
         elif index is None:
@@ -401,18 +403,20 @@ class _Inspection:
             )
             for number, (start, stop) in enumerate(whole)
         ]
-        self._tally.add(listed.stored_nbytes - (blocks[-1].stop if blocks else 0))
+        self._tally.count_checked(listed.stored_nbytes - (blocks[-1].stop if blocks else 0))
         return blocks
 
-    def _size(self, file: str, listed: FileEntry, index: Index | None, block_nbytes: int) -> int:
+    def _check_length(
+        self, file: str, listed: FileEntry, index: Index | None, block_nbytes: int
+    ) -> int:
         """Return the present length of a file and record problems with it; 0 if unreadable."""
         try:
-            nbytes = self._reader.size(file)
+            nbytes = self._reader.measure_file(file)
         except NotFound:
-            self._problem(file, "is missing", tensors=self._tensors(file, 0, listed.nbytes))
+            self._problem(file, "is missing", tensors=self._find_tensors(file, 0, listed.nbytes))
             return 0
         except StoreError as error:
-            self._problem(file, error, tensors=self._tensors(file, 0, listed.nbytes))
+            self._problem(file, error, tensors=self._find_tensors(file, 0, listed.nbytes))
             return 0
         if nbytes != listed.stored_nbytes:
             lost_from = nbytes // block_nbytes * block_nbytes
@@ -424,7 +428,7 @@ class _Inspection:
                 "wrong length",
                 expected=f"{listed.stored_nbytes} bytes",
                 found=f"{nbytes} bytes",
-                tensors=self._tensors(file, lost_from, listed.nbytes)
+                tensors=self._find_tensors(file, lost_from, listed.nbytes)
                 if nbytes < listed.stored_nbytes
                 else (),
             )
@@ -432,7 +436,7 @@ class _Inspection:
 
     def _record(self, seen: CheckedBlock) -> None:
         block = seen.block
-        self._tally.add(block.stop - block.start)
+        self._tally.count_checked(block.stop - block.start)
         if seen.was_transient:
             what = f"bytes {block.start} to {block.stop} were"
             self._notes.append(transient_note(block.file, what))
@@ -444,7 +448,7 @@ class _Inspection:
             block=block.number,
             start=block.start,
             nbytes=block.stop - block.start,
-            tensors=self._tensors(block.file, *block.plain),
+            tensors=self._find_tensors(block.file, *block.plain),
             expected="" if seen.error else block.expected.hex(),
             found=seen.digest.hex(),
         )
@@ -513,7 +517,7 @@ class _Inspection:
 
     def _check_sidecars(self, manifest: Manifest | None) -> None:
         """Check the sidecars, and note files that the manifest does not list."""
-        for name in self._reader.names():
+        for name in self._reader.list_names():
             decode = None if self._reader.is_of_user(name) else _sidecar_decoder(name)
             is_box = layout.parse_keys(name) is not None
             if decode is not None and not (is_box and sealed(self._store) is None):
@@ -522,7 +526,7 @@ class _Inspection:
             elif manifest is not None and name not in (layout.MANIFEST, *manifest.files):
                 self._notes.append(f"{name} is not listed in the manifest")
 
-    def _tensors(self, file: str, start: int, stop: int) -> tuple[str, ...]:
+    def _find_tensors(self, file: str, start: int, stop: int) -> tuple[str, ...]:
         """Return the keys of the tensors with bytes in [start, stop) of a file."""
         places = self._places.get(file, [])
         first = bisect_right(places, start, key=lambda place: place[1])
@@ -532,7 +536,7 @@ class _Inspection:
         self._problems.append(problem_of(file, what, **more))
 
 
-def _places(index: Index | None) -> dict[str, list[tuple[int, int, str]]]:
+def _list_ranges(index: Index | None) -> dict[str, list[tuple[int, int, str]]]:
     """List (start, stop, key) of the tensors in each tensor file, in order of offset."""
     places: dict[str, list[tuple[int, int, str]]] = {}
     for tensors in index.components.values() if index is not None else ():

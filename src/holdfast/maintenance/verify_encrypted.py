@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from holdfast.errors import FormatError, HoldfastError, MissingKey, NotFound, StoreError
 from holdfast.format import layout
-from holdfast.format.blocks import file_digest, split
+from holdfast.format.blocks import file_digest, list_blocks
 from holdfast.format.envelope import (
     MAX_MARK_NBYTES,
     Visible,
@@ -40,7 +40,7 @@ def scrub(store: Store, folder: str, *, progress: Progress | None = None) -> Ver
     """Compare every stored byte of an encrypted checkpoint with its digests, without a key."""
     reader = FolderReader(store, folder)
     while True:
-        names = reader.names()
+        names = reader.list_names()
         with suppress(MissingKey):
             reader.manifest()
         report = _scrubbed(reader, folder, names, progress)
@@ -52,7 +52,7 @@ def scrub(store: Store, folder: str, *, progress: Progress | None = None) -> Ver
 def _has_lost_components(reader: FolderReader, names: Sequence[str]) -> bool:
     with suppress(MissingKey):
         reader.manifest()
-    return _dropped(reader, reader.names()) != _dropped(reader, names)
+    return _dropped(reader, reader.list_names()) != _dropped(reader, names)
 
 
 def _dropped(reader: FolderReader, names: Sequence[str]) -> set[str]:
@@ -62,15 +62,15 @@ def _dropped(reader: FolderReader, names: Sequence[str]) -> set[str]:
 def _scrubbed(
     reader: FolderReader, folder: str, names: tuple[str, ...], progress: Progress | None
 ) -> VerifyReport:
-    visible = reader.decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_visible)
+    visible = reader.read_decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_visible)
     dropped = bool(_dropped(reader, names))
     problems, notes = [*_sidecars(reader, names)], [NOTE]
     if dropped:
         notes.append("retention has dropped components of it, and which files these had is sealed")
     total = sum(entry.nbytes for entry in visible.files.values())
     tally = CheckedBytes(folder, progress, total=total)
-    problems += _files(reader, visible.files, tally, may_be_gone=dropped)
-    notes += [f"{name} is not listed in the manifest" for name in _unlisted(visible, names)]
+    problems += _check_files(reader, visible.files, tally, may_be_gone=dropped)
+    notes += [f"{name} is not listed in the manifest" for name in _find_unlisted(visible, names)]
     return VerifyReport(
         folder=folder,
         step=None,
@@ -82,7 +82,7 @@ def _scrubbed(
     )
 
 
-def _files(
+def _check_files(
     reader: FolderReader,
     files: Mapping[str, FileEntry],
     tally: CheckedBytes,
@@ -93,7 +93,7 @@ def _files(
     whole: dict[str, FileEntry] = {}
     for name, entry in files.items():
         try:
-            nbytes = reader.size(name)
+            nbytes = reader.measure_file(name)
         except (StoreError, FormatError) as error:
             yield from _unread(name, error, may_be_gone=may_be_gone)
         else:
@@ -102,7 +102,7 @@ def _files(
                 continue
             expected, found = f"{entry.nbytes} bytes", f"{nbytes} bytes"
             yield Problem(file=name, message="wrong length", expected=expected, found=found)
-        tally.add(entry.nbytes)
+        tally.count_checked(entry.nbytes)
     looks = _digests(reader, whole, tally)
     # Read files that differ a second time: a transient error is not damage.
     other = {name: whole[name] for name, look in looks.items() if _differs(look, whole[name])}
@@ -135,9 +135,9 @@ def _digests(
 
     def blocks() -> Iterator[BlockToCheck]:
         for name, entry in files.items():
-            for number, (start, stop) in enumerate(split(entry.nbytes)):
+            for number, (start, stop) in enumerate(list_blocks(entry.nbytes)):
                 if name in failed:
-                    tally.add(entry.nbytes - start)
+                    tally.count_checked(entry.nbytes - start)
                     break
                 plain = start, stop
                 yield BlockToCheck(
@@ -146,7 +146,7 @@ def _digests(
 
     for seen in look_at(reader, blocks()):
         name = seen.block.file
-        tally.add(seen.block.stop - seen.block.start)
+        tally.count_checked(seen.block.stop - seen.block.start)
         digests[name] += seen.digest
         if seen.error is not None:
             failed.setdefault(name, seen.error)
@@ -174,7 +174,7 @@ def _check_sidecar(data: bytes, *, what: str) -> None:
         check_mark(data, what, what=what)
 
 
-def _unlisted(visible: Visible, names: tuple[str, ...]) -> list[str]:
+def _find_unlisted(visible: Visible, names: tuple[str, ...]) -> list[str]:
     known = {layout.MANIFEST, *visible.files}
     return [
         name

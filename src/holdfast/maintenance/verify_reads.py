@@ -27,7 +27,7 @@ from holdfast.errors import (
     is_damage,
 )
 from holdfast.format import layout
-from holdfast.format.blocks import block_digest, split
+from holdfast.format.blocks import block_digest, list_blocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import (
     MAX_MANIFEST_NBYTES,
@@ -168,7 +168,7 @@ class CheckedBytes:
         """Bytes to check."""
         self.nbytes = 0
 
-    def add(self, nbytes: int) -> None:
+    def count_checked(self, nbytes: int) -> None:
         """Add `nbytes` to the checked bytes, and call the progress callback."""
         self.nbytes += nbytes
         if self._progress is not None:
@@ -187,7 +187,7 @@ class FolderReader:
         self._notes = notes if notes is not None else []
         self._buffers = Buffers()
 
-    def names(self) -> tuple[str, ...]:
+    def list_names(self) -> tuple[str, ...]:
         """Return the names in the folder; those of folders end with a slash."""
         return again(lambda: self._store.children(self._folder))
 
@@ -196,11 +196,11 @@ class FolderReader:
         is_mark = layout.parse_retired(name) is not None or layout.parse_thinned(name) is not None
         return is_mark and not again(lambda: is_own_mark(self._store, f"{self._folder}/{name}"))
 
-    def size(self, file: str) -> int:
+    def measure_file(self, file: str) -> int:
         """Return the length of a file in bytes."""
         return again(lambda: self._store.head(f"{self._folder}/{file}").nbytes)
 
-    def decoded(self, file: str, max_nbytes: int, decode: Callable[..., T]) -> T:
+    def read_decoded(self, file: str, max_nbytes: int, decode: Callable[..., T]) -> T:
         """Read a file and return `decode(data, what=file)`; on failure, retry both once."""
 
         def read() -> T:
@@ -222,7 +222,7 @@ class FolderReader:
     ) -> Iterator[Problem]:
         """Yield the problem with a document, if any; nothing if the document does not exist."""
         try:
-            self.decoded(file, max_nbytes, decode)
+            self.read_decoded(file, max_nbytes, decode)
         except NotFound:
             return
         except (FormatError, StoreError) as error:
@@ -231,7 +231,7 @@ class FolderReader:
     def manifest(self) -> Manifest:
         """Read and decode the manifest."""
         try:
-            register = self.decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_register)
+            register = self.read_decoded(layout.MANIFEST, MAX_MANIFEST_NBYTES, decode_register)
         except NotFound:
             again(lambda: Catalog(self._store).read(self._folder))
             raise NoCheckpoint(f"{self._folder}: not committed") from None
@@ -257,18 +257,18 @@ class FolderReader:
             return bytes(data)
         size = made_by.block_nbytes
         data = bytearray(min(-(-nbytes // size) * size, listed.nbytes))
-        for number, (start, stop) in enumerate(split(len(data), size)):
+        for number, (start, stop) in enumerate(list_blocks(len(data), size)):
             fault = read_block(self._store, made_by, number, memoryview(data)[start:stop])
             if fault:
                 raise CorruptData(f"{file}: block {number} {fault}")
         return bytes(data[:nbytes])
 
-    def begin(self, block: BlockToCheck) -> Callable[[], CheckedBlock]:
+    def read_block(self, block: BlockToCheck) -> Callable[[], CheckedBlock]:
         """Read a block; return a callback that checks it, and rereads it if the check fails."""
         start, nbytes = block.start, block.stop - block.start
         # Start at a page boundary, because direct reads require that.
         skipped = start % mmap.PAGESIZE
-        buffer = self._buffers.take(max(skipped + nbytes, BLOCK_NBYTES))
+        buffer = self._buffers.acquire_buffer(max(skipped + nbytes, BLOCK_NBYTES))
         memory = buffer[: skipped + nbytes]
 
         def read() -> HoldfastError | None:
@@ -283,20 +283,20 @@ class FolderReader:
 
         def look() -> CheckedBlock:
             try:
-                seen = self._look(block, memory[skipped:], error)
+                seen = self._check_block(block, memory[skipped:], error)
                 if seen.is_right:
                     return seen
                 had_bytes = seen.error is None
-                seen = self._look(block, memory[skipped:], read())
+                seen = self._check_block(block, memory[skipped:], read())
                 if not seen.is_right and not had_bytes and seen.error is None:
-                    seen = self._look(block, memory[skipped:], read())
+                    seen = self._check_block(block, memory[skipped:], read())
                 return replace(seen, was_transient=True) if seen.is_right else seen
             finally:
-                self._buffers.give_back(buffer)
+                self._buffers.release_buffer(buffer)
 
         return look
 
-    def _look(
+    def _check_block(
         self, block: BlockToCheck, data: memoryview, error: HoldfastError | None
     ) -> CheckedBlock:
         if error is not None:
@@ -304,12 +304,12 @@ class FolderReader:
         digest, made_by = block_digest(data), block.made_by
         if made_by is not None and digest == block.expected:
             nbytes = block.plain[1] - block.plain[0]
-            plain = self._buffers.take(max(nbytes, BLOCK_NBYTES))
+            plain = self._buffers.acquire_buffer(max(nbytes, BLOCK_NBYTES))
             try:
                 if fault := decode_block(made_by, block.number, data, plain[:nbytes]):
                     return CheckedBlock(block=block, digest=digest, error=CorruptData(fault))
             finally:
-                self._buffers.give_back(plain)
+                self._buffers.release_buffer(plain)
         return CheckedBlock(block=block, digest=digest)
 
 
@@ -340,20 +340,20 @@ def look_at(reader: FolderReader, blocks: Iterable[BlockToCheck]) -> Iterator[Ch
     waiting: deque[tuple[BlockToCheck, Future[CheckedBlock]]] = deque()
     try:
         for block in blocks:
-            waiting.append((block, threads.submit(partial(reader.begin, block))))
+            waiting.append((block, threads.submit_read(partial(reader.read_block, block))))
             plain = block.plain[1] - block.plain[0]
             nbytes = max(BLOCK_NBYTES, block.stop - block.start, plain)
             while len(waiting) * nbytes >= NUM_AHEAD * BLOCK_NBYTES:
-                yield _result(*waiting.popleft())
+                yield _wait_for_check(*waiting.popleft())
         while waiting:
-            yield _result(*waiting.popleft())
+            yield _wait_for_check(*waiting.popleft())
     finally:
         for _, future in waiting:
             future.cancel()
-        threads.close()
+        threads.close_pools()
 
 
-def _result(block: BlockToCheck, future: Future[CheckedBlock]) -> CheckedBlock:
+def _wait_for_check(block: BlockToCheck, future: Future[CheckedBlock]) -> CheckedBlock:
     try:
         return future.result(timeout=READ_TIMEOUT_S)
     except FutureTimeout:

@@ -12,8 +12,8 @@ from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
 from holdfast.keys import Encryption
 from holdfast.ownership.claim import dropped
-from holdfast.ownership.leases import KeptEntry, kept, leased
-from holdfast.results import Checkpoint, describe
+from holdfast.ownership.leases import KeptEntry, hold_lease, leased
+from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.root.address import split_folder, split_source, which_beside
 from holdfast.root.catalog import Catalog, Entry, standalone
 from holdfast.root.single import alone
@@ -39,7 +39,7 @@ def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
     A root means its newest checkpoint.
     """
     store, which, folder = place_of(source)
-    entry = standalone(store, folder) if folder else Catalog(store).resolve(which)
+    entry = standalone(store, folder) if folder else Catalog(store).find_checkpoint(which)
     return store, entry
 
 
@@ -73,7 +73,7 @@ def located(
             notes = (refused,) if refused else ()
             yield store, KeptEntry(entry=standalone(store, folder), notes=notes)
         return
-    with kept(Catalog(store), which, emit=emit) as entry:
+    with hold_lease(Catalog(store), which, emit=emit) as entry:
         yield store, entry
 
 
@@ -95,7 +95,7 @@ def reading(source: str | os.PathLike[str]) -> Iterator[Checkpoint]:
         entry = kept_entry.entry
         lost = dropped(store, entry.folder, entry.manifest, entry.marks)
         gone = (f"retention has dropped {', '.join(lost)} of it",) if lost else ()
-        yield describe(store, entry, notes=(*kept_entry.notes, *gone))
+        yield build_checkpoint(store, entry, notes=(*kept_entry.notes, *gone))
         _expect_kept(store, entry.folder)
 
 

@@ -56,7 +56,7 @@ def annotate(
 def annotate_copies(catalog: Catalog, which: str | int, **notes: Any) -> None:
     """Annotate a checkpoint, by its name, in each tier that keeps it; `notes` as in `annotate`."""
     catalog.look_again()
-    entry = catalog.resolve(which)
+    entry = catalog.find_checkpoint(which)
     expect_removable(entry, notes.get("remove_tags", ()))
     is_done, failure = False, None
     for found in catalog.copies(entry):

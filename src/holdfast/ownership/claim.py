@@ -35,7 +35,7 @@ from holdfast.format.records import Alive, Closed, WriterRecord
 from holdfast.launched import present_ranks
 from holdfast.ownership.process import is_this_process, liveness, this_process, utc_now
 from holdfast.root.catalog import Catalog, Entry, Marks
-from holdfast.root.commit import put_once, settle
+from holdfast.root.commit import put_once, sync_checkpoint
 from holdfast.root.documents import read_if_there
 from holdfast.root.nesting import expect_apart
 from holdfast.root.remaining import parts_of
@@ -304,7 +304,7 @@ def is_settled(catalog: Catalog, point: Reference | None) -> bool:
     """Make the checkpoint that the run resumes from durable; False if it was deleted meanwhile."""
     try:
         if point is not None:
-            settle(catalog.home(point.folder), point.folder)
+            sync_checkpoint(catalog.find_store(point.folder), point.folder)
     except NotFound:
         return False
     return True
@@ -317,13 +317,13 @@ def is_still_right(catalog: Catalog, claim: Claim, choice: Choice) -> bool:
         return False
     if choice.is_rollback:
         return True
-    newest = next(committed(catalog, below=claim.epoch, but=choice.passed_over), None)
+    newest = next(iterate_committed(catalog, below=claim.epoch, but=choice.passed_over), None)
     if newest is None and catalog.has_skipped():
-        newest = next(committed(catalog, below=claim.epoch, but=choice.passed_over), None)
+        newest = next(iterate_committed(catalog, below=claim.epoch, but=choice.passed_over), None)
     return newest == (point.folder if point is not None else None)
 
 
-def committed(catalog: Catalog, *, below: int, but: frozenset[str]) -> Iterator[str]:
+def iterate_committed(catalog: Catalog, *, below: int, but: frozenset[str]) -> Iterator[str]:
     """Yield the lineage's folders below an epoch with any manifest, even damaged; newest first."""
     for name in catalog.lineage(below=below):
         if str(name) in but:
@@ -352,13 +352,13 @@ def expect_claim(store: Store, claim: Claim) -> None:
 
 def _is_resumable(catalog: Catalog, point: Reference) -> bool:
     # Marks first: a deleter that is done has removed its mark, but has put the tombstone before.
-    store = catalog.home(point.folder)
+    store = catalog.find_store(point.folder)
     try:
         marks = catalog.marks(point.folder)
         register = catalog.read(point.folder)
     except FormatError:
         return False
-    if catalog.home(point.folder) is not store:
+    if catalog.find_store(point.folder) is not store:
         return False  # just deleted in this tier, and the marks of the other one were not read
     if is_being_deleted(store, marks):
         return False
@@ -403,13 +403,13 @@ class ClaimHeartbeat:
         self._claim = claim
         self._emit = emit
         self._background = Background("holdfast-heartbeat")
-        self._beats = self._background.submit(self._run)
+        self._beats = self._background.submit(self._send_heartbeats)
 
     def ask_to_stop(self) -> None:
         """Ask the heartbeat to stop; does not wait."""
         self._background.ask_to_stop()
 
-    def end(self, *, is_over: bool, timeout_s: float) -> None:
+    def stop_heartbeat(self, *, is_over: bool, timeout_s: float) -> None:
         """Stop the heartbeat; if `is_over` (nothing is in flight), record a clean close.
 
         The heartbeat's thread records it: that one runs already, when the interpreter starts no
@@ -422,7 +422,7 @@ class ClaimHeartbeat:
         last = self._beats
         if is_over:
             last = self._background.submit(partial(put_closed, self._store, self._claim))
-        if not self._background.end([last], timeout_s=timeout_s):
+        if not self._background.stop_jobs([last], timeout_s=timeout_s):
             what = "recording the close" if self._beats.done() else "a heartbeat"
             raise DeadlineExceeded(
                 f"{self._store.url}: {what} hangs in the storage: not done after "
@@ -431,7 +431,7 @@ class ClaimHeartbeat:
         if is_over:
             last.result()
 
-    def _run(self) -> None:
+    def _send_heartbeats(self) -> None:
         beat = 0
         while True:
             beat += 1

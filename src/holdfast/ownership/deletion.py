@@ -80,7 +80,7 @@ def retract(
     if isinstance(register, Manifest):
         if is_held(register, marks) and not even_held:
             return _NOT_REMOVED
-        if leases := readers.of(folder):
+        if leases := readers.find_leases(folder):
             return Removal(is_done=False, leases=leases)
         listed = register.files
         _put_tombstone(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
@@ -108,7 +108,7 @@ def retract_unreadable(
     except NotFound:
         return "its folder is gone", ()
     name = layout.parse_attempt(folder)
-    why = "somebody reads it" if readers.of(folder) else _why_sound(store, folder)
+    why = "somebody reads it" if readers.find_leases(folder) else _why_sound(store, folder)
     if name is None:
         why = why or "its name is not that of a checkpoint"
     if why or name is None:
@@ -192,7 +192,7 @@ def thin(
         for key in ours:
             store.delete(key)
         return _NOT_REMOVED
-    if leases := readers.of(folder):
+    if leases := readers.find_leases(folder):
         return Removal(is_done=False, leases=leases)
     files = [file for component in components for file in register.components[component].files]
     store.delete_many([f"{folder}/{file}" for file in files])

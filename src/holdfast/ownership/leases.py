@@ -82,13 +82,13 @@ def leased(store: Store, folder: str, *, emit: Emitter | None = None) -> Iterato
         return
     lease = _HeldLease(store, folder, emit or Emitter())
     try:
-        refused = lease.take()
+        refused = lease.acquire_lease()
         if not refused:
             _expect_standing(store, folder)
             lease.keep_up()
         yield refused
     finally:
-        lease.give_back()
+        lease.release_lease()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +101,11 @@ class KeptEntry:
 
 
 @contextmanager
-def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> Iterator[KeptEntry]:
-    """Resolve `which` (see `Catalog.resolve`), and hold a lease on it while the block lasts.
+def hold_lease(
+    catalog: Catalog, which: str | int, *, emit: Emitter | None = None
+) -> Iterator[KeptEntry]:
+    """Resolve `which` (see `Catalog.find_checkpoint`), and hold a lease on it while the block
+    lasts.
 
     If it is replaced meanwhile, resolves anew; "latest" skips checkpoints whose deletion has
     begun.
@@ -110,14 +113,14 @@ def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> 
     passed_over: list[str] = []
     with ExitStack() as stack:
         while True:
-            entry = _find(catalog, which, passed_over)
-            store = catalog.home(entry.folder)
+            entry = _find_entry(catalog, which, passed_over)
+            store = catalog.find_store(entry.folder)
             try:
                 refused = stack.enter_context(leased(store, entry.folder, emit=emit))
                 break
             except NoCheckpoint:
                 passed_over.append(entry.folder)
-                if _find(catalog, which, passed_over).folder in passed_over:
+                if _find_entry(catalog, which, passed_over).folder in passed_over:
                     raise
         fresh = Catalog(store).entry(entry.name)
         if fresh is None:
@@ -125,12 +128,12 @@ def kept(catalog: Catalog, which: str | int, *, emit: Emitter | None = None) -> 
         yield KeptEntry(entry=fresh, notes=(refused,) if refused else ())
 
 
-def _find(catalog: Catalog, which: str | int, but: Collection[str]) -> Entry:
+def _find_entry(catalog: Catalog, which: str | int, but: Collection[str]) -> Entry:
     if which == "latest" and but:
         newest = catalog.newest(but=but)
         if newest is not None:
             return newest
-    return catalog.resolve(which)
+    return catalog.find_checkpoint(which)
 
 
 def _expect_standing(store: Store, folder: str) -> None:
@@ -175,7 +178,7 @@ class _HeldLease:
         self._background = Background("holdfast-lease")
         self._renewed: Future[None] | None = None
 
-    def take(self) -> str:
+    def acquire_lease(self) -> str:
         """Put the lease; return the reason, for the user, if the storage refuses it, else ""."""
         try:
             self._may_exist = True
@@ -186,7 +189,7 @@ class _HeldLease:
             self._store.refresh_folder(self._folder)
         except (AccessDenied, StoreFull, UnsupportedStore) as error:
             self._remove_quietly()
-            return self._refused(error)
+            return self._explain_refusal(error)
         except StoreError:
             self._remove_quietly()
             raise
@@ -196,11 +199,11 @@ class _HeldLease:
         """Start to renew the lease in the background, until it is released."""
         self._renewed = self._background.submit(self._renew)
         # At exit the threads that release it stop before globals that hold a reader are dropped.
-        atexit.register(self.give_back)
+        atexit.register(self.release_lease)
 
-    def give_back(self) -> None:
+    def release_lease(self) -> None:
         """Remove the lease; a failure is logged. No-op in a forked child, whose parent has it."""
-        atexit.unregister(self.give_back)
+        atexit.unregister(self.release_lease)
         if os.getpid() != self._process.pid or not self._may_exist:
             return
         self._may_exist = False
@@ -210,7 +213,7 @@ class _HeldLease:
         if self._renewed is not None:
             jobs.append(self._renewed)
         try:
-            if not self._background.end(jobs, timeout_s=_STOP_TIMEOUT_S):
+            if not self._background.stop_jobs(jobs, timeout_s=_STOP_TIMEOUT_S):
                 raise DeadlineExceeded(
                     f"giving the lease back hangs in the store: not done after "
                     f"{_STOP_TIMEOUT_S:.0f} s"
@@ -224,7 +227,7 @@ class _HeldLease:
         # The folder is made only if it is missing: making an existing one waits for the disk each
         # time.
         try:
-            put_once(self._store, self._key, self._document())
+            put_once(self._store, self._key, self._encode_lease())
             return ""
         except (TransientStoreError, AccessDenied, StoreFull, UnsupportedStore, OutcomeUnknown):
             raise
@@ -237,19 +240,19 @@ class _HeldLease:
             raise
         except StoreError as error:
             self._may_exist = False
-            return self._refused(error)
-        put_once(self._store, self._key, self._document())
+            return self._explain_refusal(error)
+        put_once(self._store, self._key, self._encode_lease())
         return ""
 
     def _renew(self) -> None:
         while not self._background.sleep(BEAT_S):
             self._beat += 1
             try:
-                self._store.put(self._key, self._document())
+                self._store.put(self._key, self._encode_lease())
             except StoreError as error:
                 self._emit("housekeeping_failed", f"{self._key}: {error}")
 
-    def _document(self) -> bytes:
+    def _encode_lease(self) -> bytes:
         return Lease(
             nonce=self._nonce, beat=self._beat, created=self._created, process=self._process
         ).encode()
@@ -259,7 +262,7 @@ class _HeldLease:
             self._store.delete(self._key)
         self._may_exist = False
 
-    def _refused(self, error: StoreError) -> str:
+    def _explain_refusal(self, error: StoreError) -> str:
         return f"{_NO_LEASE}: {error}"
 
 
@@ -294,7 +297,7 @@ class FoundLease:
 
 def find_leases(store: Store, *, folder: str | None = None) -> Iterator[FoundLease]:
     """Yield all leases of a root or on one checkpoint, also those of dead processes."""
-    for name in _names(store):
+    for name in _list_leases(store):
         parsed = layout.parse_lease(name)
         if parsed is None or folder not in (None, str(parsed[0])):
             continue
@@ -303,7 +306,7 @@ def find_leases(store: Store, *, folder: str | None = None) -> Iterator[FoundLea
             yield lease
 
 
-def _names(store: Store) -> tuple[str, ...]:
+def _list_leases(store: Store) -> tuple[str, ...]:
     try:
         store.refresh_folder(layout.READERS)
         return store.children(layout.READERS)
@@ -347,7 +350,7 @@ class Readers:
         self._clock = clock
         self._seen: dict[str, tuple[bytes, float]] = {}
 
-    def of(self, folder: str) -> tuple[FoundLease, ...]:
+    def find_leases(self, folder: str) -> tuple[FoundLease, ...]:
         """Return the leases on a checkpoint, without those whose process is dead or silent."""
         leases = tuple(find_leases(self._store, folder=folder))
         keys = {lease.key for lease in leases}
@@ -358,7 +361,7 @@ class Readers:
         }
         return tuple(lease for lease in leases if self._may_live(lease))
 
-    def watch(self, folders: Collection[str], *, wait: Wait, emit: Emitter) -> None:
+    def watch_leases(self, folders: Collection[str], *, wait: Wait, emit: Emitter) -> None:
         """Watch leases of other hosts until each is renewed, or unchanged for `SILENT_S` seconds.
 
         For a deleter that runs only once. `wait(seconds)` waits; a test may pass its own.

@@ -43,18 +43,18 @@ class Ownership:
         self.unclear: set[str] = set()
         """Folders of this claim whose register must stay: a repeat of its put may still arrive."""
 
-    def check(self) -> None:
+    def expect_no_live_owner(self) -> None:
         """Raise `OwnedElsewhere` if a live process owns the run; writes nothing."""
         check_owner(self._store, takeover=self._takeover, emit=self._emit)
 
-    def take(self, choices: Iterator[Choice]) -> None:
+    def claim_ownership(self, choices: Iterator[Choice]) -> None:
         """Claim the run, to continue from a chosen checkpoint; see `claim_run`.
 
         If that fails, an earlier claim of this manager is released too.
         """
         before = self._give_up()  # the new claim would make the earlier one lose ownership
         try:
-            claim = self._claim(choices)
+            claim = self._claim_run(choices)
         finally:
             self._end_heartbeat(is_over=before is not None and self._may_close(), timeout_s=END_S)
         self._heartbeat = ClaimHeartbeat(self._store, claim, self._emit)
@@ -79,7 +79,7 @@ class Ownership:
         self._sequence += 1
         return self._sequence
 
-    def release(self, timeout_s: float = END_S) -> None:
+    def release_run(self, timeout_s: float = END_S) -> None:
         """Release the run. The close is recorded only when nothing can be in flight.
 
         Waits at most `timeout_s` seconds for storage that hangs, and then logs that.
@@ -101,20 +101,20 @@ class Ownership:
     def _may_close(self) -> bool:
         return self.is_clean and not self.unclear
 
-    def _claim(self, choices: Iterator[Choice]) -> Claim:
+    def _claim_run(self, choices: Iterator[Choice]) -> Claim:
         return claim_run(self._store, choices, takeover=self._takeover, emit=self._emit)
 
     def _end_heartbeat(self, *, is_over: bool, timeout_s: float) -> None:
         heartbeat, self._heartbeat = self._heartbeat, None
-        self._end(heartbeat, is_over=is_over, timeout_s=timeout_s)
+        self._stop_heartbeat(heartbeat, is_over=is_over, timeout_s=timeout_s)
 
-    def _end(
+    def _stop_heartbeat(
         self, heartbeat: ClaimHeartbeat | None, *, is_over: bool, timeout_s: float, **where: Any
     ) -> None:
         if heartbeat is None:
             return
         try:
-            heartbeat.end(is_over=is_over, timeout_s=timeout_s)
+            heartbeat.stop_heartbeat(is_over=is_over, timeout_s=timeout_s)
         except HoldfastError as error:
             self._emit("housekeeping_failed", f"giving the run up: {error}", **where)
 
@@ -123,11 +123,11 @@ class Following(Ownership):
     """A follower's copy of the leader's claim; it claims nothing and sends no heartbeat."""
 
     @override
-    def check(self) -> None:
+    def expect_no_live_owner(self) -> None:
         """No-op: the leader checks."""
 
     @override
-    def take(self, choices: Iterator[Choice]) -> None:
+    def claim_ownership(self, choices: Iterator[Choice]) -> None:
         raise AssertionError("only the leader claims")
 
     @override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.ownership.annotations import annotate_copies
 from holdfast.root.catalog import Catalog
@@ -13,7 +13,7 @@ class Marking:
 
     _catalog: Catalog
 
-    @checked()
+    @check_arguments()
     def pin(self, which: str | int) -> None:
         """Pin a checkpoint, so that retention keeps it whatever the rule says.
 
@@ -22,12 +22,12 @@ class Marking:
         """
         annotate_copies(self._catalog, which, pinned=True)
 
-    @checked()
+    @check_arguments()
     def unpin(self, which: str | int) -> None:
         """Remove the pin of a checkpoint, so that the retention rule decides again."""
         annotate_copies(self._catalog, which, pinned=False)
 
-    @checked()
+    @check_arguments()
     def tag(self, which: str | int, *tags: str) -> None:
         """Add tags to a checkpoint; retention keeps it, and `which` may be its tag.
 
@@ -39,7 +39,7 @@ class Marking:
             raise UsageError(f"tag({which!r}): name at least one tag")
         annotate_copies(self._catalog, which, add_tags=tags)
 
-    @checked()
+    @check_arguments()
     def untag(self, which: str | int, *tags: str) -> None:
         """Remove tags from a checkpoint, so that the retention rule decides again.
 

@@ -33,10 +33,10 @@ from holdfast.ownership.claim import (
     Claim,
     ClaimHeartbeat,
     check_owner,
-    committed,
     epoch_after,
     is_settled,
     is_still_right,
+    iterate_committed,
     new_writer,
     nothing_in_flight,
     put_closed,
@@ -76,22 +76,22 @@ class TieredOwnership(Ownership):
         claim hangs there, and none of its saves will be uploaded later."""
 
     @override
-    def check(self) -> None:
+    def expect_no_live_owner(self) -> None:
         self.catalog.look_again()
         try:
             self._check_owners(is_reachable=self._is_reachable())
         except _CutOff as error:
             self._use_local_only(error.cause)
-            self._check(self._store)
+            self._check_tier_owner(self._store)
 
     @override
-    def take(self, choices: Iterator[Choice]) -> None:
+    def claim_ownership(self, choices: Iterator[Choice]) -> None:
         """Claim the run in both tiers. No save or upload of an earlier claim may be under way."""
         before = self.remote_claim
         self.remote_claim, self.remote_has_committed = None, False
         self.catalog.look_again()
         try:
-            super().take(choices)
+            super().claim_ownership(choices)
         finally:
             self._end_remotely(before, END_S)
         self.remote_is_clean, self.remote_unclear = True, set()
@@ -131,14 +131,14 @@ class TieredOwnership(Ownership):
         return claim
 
     @override
-    def release(self, timeout_s: float = END_S) -> None:
+    def release_run(self, timeout_s: float = END_S) -> None:
         end = time.monotonic() + timeout_s
         claim, self.remote_claim = self.remote_claim, None
         self._end_remotely(claim, min(timeout_s, END_S))
-        super().release(left_s(end))
+        super().release_run(left_s(end))
 
     @override
-    def _claim(self, choices: Iterator[Choice]) -> Claim:
+    def _claim_run(self, choices: Iterator[Choice]) -> Claim:
         is_reachable = self._is_reachable()
         put: list[Claim] = []
         try:
@@ -176,7 +176,7 @@ class TieredOwnership(Ownership):
         if is_reachable and self.catalog.cut_off is not None:
             # A choice made without reading the remote tier must not be claimed there.
             raise _CutOff(self.catalog.cut_off)
-        claim = self._put(after, choice, is_reachable=is_reachable)
+        claim = self._put_claim(after, choice, is_reachable=is_reachable)
         if claim is None:
             return None
         put.append(claim)
@@ -186,7 +186,7 @@ class TieredOwnership(Ownership):
             return None  # the second check read one tier only
         return claim
 
-    def _put(self, after: int, choice: Choice, *, is_reachable: bool) -> Claim | None:
+    def _put_claim(self, after: int, choice: Choice, *, is_reachable: bool) -> Claim | None:
         """Put the claim that follows epoch `after`; None if the caller has to choose again."""
         self.remote_claim = None
         if is_reachable:
@@ -260,17 +260,17 @@ class TieredOwnership(Ownership):
         if is_reachable:
             with _cutting_off():
                 remote = Catalog(self._remote).highest_epoch()
-                is_one = 0 < local == remote and self._is_same(local)
+                is_one = 0 < local == remote and self._is_same_claim(local)
         # A claim made on another machine has its heartbeat in the remote tier.
         is_foreign = is_one and self._is_foreign(local)
         if not is_foreign:
-            self._check(self._store)
+            self._check_tier_owner(self._store)
         if is_foreign or (remote and not is_one):
             with _cutting_off():
-                self._check(self._remote)
+                self._check_tier_owner(self._remote)
         return max(local, remote)
 
-    def _is_same(self, epoch: int) -> bool:
+    def _is_same_claim(self, epoch: int) -> bool:
         """Whether both tiers hold the same claim of an epoch."""
         return claim_document(self._store, epoch) == claim_document(self._remote, epoch)
 
@@ -281,14 +281,14 @@ class TieredOwnership(Ownership):
             return False
         return writer is not None and liveness(writer.process) == "unknown"
 
-    def _check(self, store: Store) -> None:
+    def _check_tier_owner(self, store: Store) -> None:
         check_owner(store, takeover=self._takeover, emit=self._emit)
 
     def _check_remote(self) -> None:
         """Raise `OwnedElsewhere` if a live process owns the run by the remote tier's claims."""
         epoch = Catalog(self._remote).highest_epoch()
-        if not epoch or not self._is_same(epoch) or self._is_foreign(epoch):
-            self._check(self._remote)
+        if not epoch or not self._is_same_claim(epoch) or self._is_foreign(epoch):
+            self._check_tier_owner(self._remote)
 
     def _expect_no_later_claim(self, claim: Claim) -> None:
         """Raise `Superseded` if a machine with another local tier has claimed the run since.
@@ -312,7 +312,7 @@ class TieredOwnership(Ownership):
         """Stop the remote heartbeat; close the claim's epoch if all of its saves were uploaded."""
         heartbeat, self._remote_heartbeat = self._remote_heartbeat, None
         is_over = claim is not None and self.is_remote_over
-        self._end(heartbeat, is_over=is_over, timeout_s=timeout_s, tier="remote")
+        self._stop_heartbeat(heartbeat, is_over=is_over, timeout_s=timeout_s, tier="remote")
 
 
 class _CutOff(Exception):
@@ -407,7 +407,7 @@ def _expect_one_branch(local: Store, remote: Store, unseen: list[int]) -> None:
     if epoch is None:
         return
     known = frozenset(map(str, Catalog(local).attempts()))
-    newest = next(committed(Catalog(remote), below=epoch, but=known), None)
+    newest = next(iterate_committed(Catalog(remote), below=epoch, but=known), None)
     name = layout.parse_attempt(newest) if newest is not None else None
     try:
         claim = Catalog(local).writer(epoch)

@@ -96,7 +96,7 @@ class TieredCatalog(Catalog):
         self.cut_off = None
 
     @override
-    def home(self, folder: str) -> Store:
+    def find_store(self, folder: str) -> Store:
         """Return the store of the tier from which the folder's manifest was last read."""
         if folder not in self._homes:
             try:
@@ -178,7 +178,7 @@ class TieredCatalog(Catalog):
     def expect_own(self, manifest: Manifest, folder: str) -> None:
         """Check a manifest against the claims of the tier that it was read from: a claim that only
         one tier has may still be replaced there."""
-        if self.home(folder) is self.store:
+        if self.find_store(folder) is self.store:
             self._local.expect_own(manifest, folder)
         else:
             self._ask_remote(lambda: self.remote.expect_own(manifest, folder), None)

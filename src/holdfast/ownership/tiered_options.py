@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import PLAIN_UNITS, Time, parse
@@ -40,7 +40,7 @@ class Lag:
         if self.nbytes is not None:
             return waiting_nbytes > self.nbytes
         assert self.time is not None
-        at, before = self.time.unit.of(now), self.time.unit.of(then)
+        at, before = self.time.unit.read_progress(now), self.time.unit.read_progress(then)
         if at is None:
             raise UsageError(f"max_lag='{self.time}': this run does not count that")
         return at - (before or 0) > self.time.value
@@ -68,7 +68,7 @@ class TierRules:
     remote: Rule
 
     @classmethod
-    def of(
+    def combine_rules(
         cls,
         root: object,
         keep: Rule | str | None,
@@ -128,7 +128,7 @@ class Tiered:
     remote: Root
     options: TieredOptions
 
-    @checked(but=("keep_local", "keep_remote", "max_lag"))
+    @check_arguments(but=("keep_local", "keep_remote", "max_lag"))
     def __init__(
         self,
         local: Root,

@@ -115,8 +115,8 @@ class Auto(Trigger):
     ) -> None:
         if isinstance(overhead, bool) or not isinstance(overhead, float) or not 0 < overhead < 1:
             raise UsageError(f"Auto: overhead={overhead!r} must be a share above 0 and below 1")
-        rate = None if mtbf is None else _seconds(mtbf, "mtbf")
-        least, most = _seconds(at_least, "at_least"), _seconds(at_most, "at_most")
+        rate = None if mtbf is None else _parse_clock_time(mtbf, "mtbf")
+        least, most = _parse_clock_time(at_least, "at_least"), _parse_clock_time(at_most, "at_most")
         if least > most:
             raise UsageError(f"Auto: at_least='{least}' must not be above at_most='{most}'")
         object.__setattr__(self, "overhead", overhead)
@@ -252,5 +252,5 @@ class _Measurements:
         self.is_writing = False
 
 
-def _seconds(value: str | Time, name: str) -> Time:
+def _parse_clock_time(value: str | Time, name: str) -> Time:
     return parse(value, what=f"Auto: {name}", units={Unit.SECOND})

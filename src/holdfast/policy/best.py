@@ -35,7 +35,7 @@ class BestRule:
         return math.isfinite(value) and num_as_good < self.rule.n
 
     @property
-    def due(self) -> Due:
+    def requested_save(self) -> Due:
         """The save that the rule asks for."""
         named = () if self.saver == MAIN else (self.saver,)
         reason = f"best {self.rule.metric}"
@@ -81,18 +81,22 @@ class MetricChanges:
     def __init__(self, names: Collection[str]) -> None:
         """Watch these metrics."""
         self._names = {name: bool(VALIDATION.intersection(words_of(name))) for name in names}
-        self.begin(0)
+        self.restart_after_step(0)
 
-    def begin(self, step: int) -> None:
+    def restart_after_step(self, step: int) -> None:
         """Start after a step, of which nothing is known: its metrics may be those of training."""
         self._step, self._before = step, dict[str, object]()
         self._were_new = {*self._names}
         self._num_repeats = dict.fromkeys(self._names, 0)
 
-    def look(self, step: int, metrics: Mapping[str, object], event: str) -> NewValues:
+    def find_new_values(self, step: int, metrics: Mapping[str, object], event: str) -> NewValues:
         """Return which metrics of a step are new; `event` is "evaluation" after a validation."""
         now = {name: metrics[name] for name in self._names if name in metrics}
-        new = {name for name, value in now.items() if not _is_same(value, self._before.get(name))}
+        new = {
+            name
+            for name, value in now.items()
+            if not _is_same_reading(value, self._before.get(name))
+        }
         each_step = self._were_new if step <= self._step + 1 else set()
         measured = {
             name
@@ -113,7 +117,7 @@ class MetricChanges:
         )
 
 
-def _is_same(value: object, before: object) -> bool:
+def _is_same_reading(value: object, before: object) -> bool:
     return value is before or (isinstance(value, Real) and value == before)
 
 
@@ -132,26 +136,26 @@ class BestSaves:
         return bool(self._rules)
 
     @property
-    def names(self) -> Collection[str]:
+    def metric_names(self) -> Collection[str]:
         """The metrics that a rule is about."""
         return self._names
 
-    def begin(self, known: Mapping[int, Metrics]) -> None:
+    def set_known_metrics(self, known: Mapping[int, Metrics]) -> None:
         """Set the metrics of existing checkpoints, by step."""
-        self._known = {step: self.of(metrics) for step, metrics in known.items()}
+        self._known = {step: self.select_metrics(metrics) for step, metrics in known.items()}
 
-    def due(self, step: int, metrics: Metrics) -> Due | None:
+    def find_best_save(self, step: int, metrics: Metrics) -> Due | None:
         """Return the save that is due after a validation with these metrics, if any."""
         return self.save_for(self.keeping(step, metrics))
 
     def keeping(self, step: int, metrics: Metrics) -> list[int]:
         """Return the numbers of the rules that would keep a checkpoint with these metrics."""
-        now = self.of(metrics)
+        now = self.select_metrics(metrics)
         return [at for at, item in enumerate(self._rules) if self._is_kept(item, step, now)]
 
     def save_for(self, numbers: Sequence[int]) -> Due | None:
         """Return the save that rules ask for, given their numbers."""
-        return together([self._rules[number].due for number in numbers])
+        return together([self._rules[number].requested_save for number in numbers])
 
     def knows(self, name: str) -> bool:
         """Whether a checkpoint that exists or is being saved has a metric."""
@@ -159,14 +163,14 @@ class BestSaves:
 
     def begun(self, step: int, metrics: Metrics) -> None:
         """Note that a checkpoint with these metrics is being saved."""
-        if found := self.of(metrics):
+        if found := self.select_metrics(metrics):
             self._known[step] = found
 
-    def failed(self, step: int) -> None:
+    def forget_save(self, step: int) -> None:
         """Forget the checkpoint of a step: it failed, or does not count."""
         self._known.pop(step, None)
 
-    def of(self, metrics: Metrics) -> dict[str, float]:
+    def select_metrics(self, metrics: Metrics) -> dict[str, float]:
         """Return those metrics that a rule is about."""
         return {name: metrics[name] for name in self._names if name in metrics}
 

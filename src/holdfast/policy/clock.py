@@ -37,7 +37,7 @@ class Unit(Enum):
     # Units are looked up after each step of a training, and Enum's own hash is Python code.
     __hash__ = object.__hash__
 
-    def of(self, now: Timestamp) -> int | float | None:
+    def read_progress(self, now: Timestamp) -> int | float | None:
         """Return the progress `now` in this unit; None when the training loop does not count it.
 
         Raises:
@@ -178,12 +178,13 @@ class Time:
                 f"{what}={value!r}: must be text with a unit, like '500step' or '30min'"
             )
         try:
-            time = value if isinstance(value, Time) else _read(value, units)
+            time = value if isinstance(value, Time) else _parse_time(value, units)
         except UsageError as error:
             raise UsageError(f"{what}={value!r}: {error}") from None
         if time.unit not in units:
             raise UsageError(
-                f"{what}={str(value)!r}: {time.unit.value} cannot be used here; {_known(units)}"
+                f"{what}={str(value)!r}: {time.unit.value} cannot be used here; "
+                f"{_list_known_units(units)}"
             )
         if time.is_part_of_epoch and not parts:
             raise UsageError(f"{what}={str(value)!r}: must be a whole number of epochs")
@@ -260,11 +261,11 @@ def parse_limit_s(max_time: str | Time) -> float:
     return float(duration.value)
 
 
-def counted(now: Timestamp, unit: Unit, asker: object) -> int | float:
+def get_counter(now: Timestamp, unit: Unit, asker: object) -> int | float:
     """Return a counter that `asker` needs, or raise if the loop does not count it."""
     if unit is Unit.DURATION:
         raise UsageError(f"'{asker}' is a fraction of the run, whose length is not known")
-    value = unit.of(now)
+    value = unit.read_progress(now)
     if value is None:
         raise UsageError(f"'{asker}' can never fire: {argument_name(unit)} was not given")
     return value
@@ -275,18 +276,18 @@ def argument_name(unit: Unit) -> str:
     return _ARGUMENTS[unit]
 
 
-def _known(units: Collection[Unit]) -> str:
+def _list_known_units(units: Collection[Unit]) -> str:
     return "known: " + ", ".join(text for unit, text in _SPELLINGS.items() if unit in units)
 
 
-def _read(text: str, units: Collection[Unit]) -> Time:
+def _parse_time(text: str, units: Collection[Unit]) -> Time:
     parts = _split(text, units)
     unit = _UNITS[parts[0][1]]
     if unit is Unit.SECOND:
         return _clock_time(parts)
     if len(parts) > 1:
         raise UsageError("only units of time can be combined, as in 1h30m")
-    return _fraction(parts[0][0]) if unit is Unit.DURATION else _count(*parts[0])
+    return _fraction(parts[0][0]) if unit is Unit.DURATION else _parse_count(*parts[0])
 
 
 def _split(text: str, units: Collection[Unit]) -> list[tuple[Decimal, str]]:
@@ -297,7 +298,7 @@ def _split(text: str, units: Collection[Unit]) -> list[tuple[Decimal, str]]:
         parts.append((Decimal(match[1]), match[2]))
         rest = rest[match.end() :]
     if rest or not parts:
-        raise UsageError(f"must be a number and a unit; {_known(units)}")
+        raise UsageError(f"must be a number and a unit; {_list_known_units(units)}")
     for _, unit in parts:
         if unit in _ITERATIONS:
             raise UsageError(
@@ -305,7 +306,7 @@ def _split(text: str, units: Collection[Unit]) -> list[tuple[Decimal, str]]:
                 "write step, ep or cycle instead"
             )
         if unit not in _UNITS:
-            raise UsageError(f"unknown unit {unit!r}; {_known(units)}")
+            raise UsageError(f"unknown unit {unit!r}; {_list_known_units(units)}")
     return parts
 
 
@@ -315,7 +316,7 @@ def _fraction(number: Decimal) -> Time:
     return Time(1 if number == 1 else float(number), Unit.DURATION)
 
 
-def _count(number: Decimal, unit: str) -> Time:
+def _parse_count(number: Decimal, unit: str) -> Time:
     # Compared before it becomes an int: an int of 1e9999 costs, of 1e999999999 it costs all memory.
     is_whole = number <= MAX_COUNT and number == number.to_integral_value()
     if _COUNTS[unit] is Unit.EPOCH and not is_whole and number <= MAX_COUNT:
@@ -375,7 +376,7 @@ class Odometer:
         self._cycle = _Round()
         self._step_wall_s: float | None = None
 
-    def stand_on(self, stored: Timestamp) -> None:
+    def restore_counts(self, stored: Timestamp) -> None:
         """Continue counting from the timestamp of a checkpoint."""
         self._last = stored
         self._epoch = _Round(stored.epoch, None, is_counted=stored.epoch is not None)
@@ -391,7 +392,7 @@ class Odometer:
             self._cycle.began = Timestamp(step=stored.step - stored.step_in_cycle)
         self._step_wall_s = stored.step_wall_s
 
-    def look(self, now: Timestamp) -> Timestamp:
+    def count_within_rounds(self, now: Timestamp) -> Timestamp:
         """Return `now` with counts within its epoch and cycle. Call in the order of time."""
         self._time_the_step(now)
         epoch, cycle = self._epoch.look(now.epoch, now), self._cycle.look(now.cycle, now)

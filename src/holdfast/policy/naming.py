@@ -91,9 +91,9 @@ def compile_label(
         }
         fields = _fields("label", label, known=(*COUNTERS, *constants, *_MOMENTS))
         _expect_known("label", label, fields, constants)
-        render = _checked(_template_function(label, fields, constants, clock))
+        render = _wrap_label_function(_template_function(label, fields, constants, clock))
     elif callable(label):
-        render = _checked(label)
+        render = _wrap_label_function(label)
     else:
         raise UsageError(f"label={label!r}: must be a template or a function of the Timestamp")
     for trial in _TRIALS:
@@ -205,7 +205,7 @@ def _template_function(
     return render
 
 
-def _checked(function: LabelFunction) -> LabelFunction:
+def _wrap_label_function(function: LabelFunction) -> LabelFunction:
     def render(now: Timestamp) -> str:
         text: object = function(now)
         if not isinstance(text, str):

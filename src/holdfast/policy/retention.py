@@ -225,10 +225,10 @@ def _newest_of(
 
     After a rollback the newest of all are not on the lineage.
     """
-    reasons = _newest(newest_first)
+    reasons = _map_newest(newest_first)
     if lineage is not None:
         own = [p for p, entry in enumerate(newest_first) if entry.order in lineage]
-        for position, why in _newest([newest_first[p] for p in own]).items():
+        for position, why in _map_newest([newest_first[p] for p in own]).items():
             reasons.setdefault(own[position], f"{why} of the run's own line")
         usable = [p for p in own if newest_first[p].is_resumable and newest_first[p].healthy]
         between = range(usable[0], usable[1]) if len(usable) > 1 else range(0)
@@ -239,7 +239,7 @@ def _newest_of(
     return reasons
 
 
-def _newest(newest_first: Sequence[Candidate]) -> dict[int, str]:
+def _map_newest(newest_first: Sequence[Candidate]) -> dict[int, str]:
     """Map the newest usable, resumable and healthy checkpoint, by position, to reasons."""
     usable = [p for p, entry in enumerate(newest_first) if entry.is_usable]
     resumable = [p for p in usable if newest_first[p].is_resumable]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import ClassVar, Literal, TypeAlias
 
-from holdfast.arguments import written
+from holdfast.arguments import format_call
 from holdfast.errors import UsageError
 from holdfast.format.layout import check_component
 from holdfast.format.manifest import Timestamp, needed_of
@@ -119,12 +119,12 @@ class Rule(ABC):
         return None
 
     def __repr__(self) -> str:
-        return written(self) if is_dataclass(self) else object.__repr__(self)
+        return format_call(self) if is_dataclass(self) else object.__repr__(self)
 
     def __or__(self, other: Rule) -> Rule:
         if not isinstance(other, Rule):
             return NotImplemented
-        return AnyRule((*_parts(self), *_parts(other)))
+        return AnyRule((*_list_rules(self), *_list_rules(other)))
 
     def then_drop(self, *components: str) -> Rule:
         """Return this rule with `components`, such as `optimizer`, dropped from what it picks.
@@ -321,5 +321,5 @@ def _grouped(rule: Rule) -> str:
     return f"({rule})" if isinstance(rule, AnyRule | BySaver) else str(rule)
 
 
-def _parts(rule: Rule) -> tuple[Rule, ...]:
+def _list_rules(rule: Rule) -> tuple[Rule, ...]:
     return rule.rules if isinstance(rule, AnyRule) else (rule,)

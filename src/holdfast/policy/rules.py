@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import ClassVar, Literal, cast, get_args
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Mode
 from holdfast.policy.clock import Time, argument_name, parse
@@ -135,7 +135,7 @@ class Best(Rule):
     n: int
     mode: Mode
 
-    @checked(but=("metric", "n", "mode"))
+    @check_arguments(but=("metric", "n", "mode"))
     def __init__(self, metric: str, n: int = 1, mode: Mode | None = None) -> None:
         if not isinstance(metric, str) or not metric:
             raise UsageError(
@@ -217,7 +217,7 @@ class EveryNth(Rule):
         first: dict[int, tuple[int | float, int, int]] = {}
         for position in counting(newest_first):
             timestamp = newest_first[position].timestamp
-            count = self.interval.unit.of(timestamp)
+            count = self.interval.unit.read_progress(timestamp)
             if count is None or 0 < count < self.interval.value:
                 continue
             multiple = int(count // self.interval.value)
@@ -324,7 +324,7 @@ class Within(Rule):
         counts = {
             position: count
             for position in counting(newest_first)
-            if (count := self.span.unit.of(newest_first[position].timestamp)) is not None
+            if (count := self.span.unit.read_progress(newest_first[position].timestamp)) is not None
         }
         if not counts:
             return {}
@@ -445,7 +445,7 @@ def _first_of_each(newest_first: Sequence[Candidate], period: str) -> list[int]:
 
 
 def _missing_counter(counting: Sequence[Candidate], time: Time) -> str:
-    if any(time.unit.of(entry.timestamp) is not None for entry in counting):
+    if any(time.unit.read_progress(entry.timestamp) is not None for entry in counting):
         return ""
     return f"the counter {argument_name(time.unit)!r}"
 
@@ -501,7 +501,7 @@ def parse_rule(text: str) -> Rule:
         match = _SAVER.fullmatch(part.strip())
         saver, rule = (MAIN, part) if match is None else (match["saver"], match["rule"])
         try:
-            parsed = _part(rule.strip())
+            parsed = _parse_part(rule.strip())
         except UsageError as error:
             if not any("best:" in before for before in parts[:number]):
                 raise
@@ -525,7 +525,7 @@ def as_rule(given: Rule | str | None, *, what: str) -> Rule | None:
     return given
 
 
-def _part(text: str) -> Rule:
+def _parse_part(text: str) -> Rule:
     picked, _, dropped = text.partition(" without ")
     rule = _simple(picked.strip())
     if not dropped:

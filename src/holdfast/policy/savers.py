@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.format.layout import check_component
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.auto import Auto
-from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse
+from holdfast.policy.clock import ALL_UNITS, Time, Unit, get_counter, parse
 from holdfast.policy.rule import MAIN, BySaver, Rule, SaveClass, named_components, savers_of
 from holdfast.policy.rules import All, as_rule
 from holdfast.policy.triggers import (
@@ -158,9 +158,11 @@ class SavePolicy:
         With a cooldown by the clock all ephemeral saves are among the others.
         """
         by_clock = self.cooldown is not None and self.cooldown.unit is Unit.SECOND
-        permanent = _joined(p for p in _parts(self.permanent) if p.is_pure is is_pure)
-        ephemeral = _joined(
-            p for p in _parts(self.ephemeral) if (p.is_pure and not by_clock) is is_pure
+        permanent = _join_triggers(
+            p for p in _list_triggers(self.permanent) if p.is_pure is is_pure
+        )
+        ephemeral = _join_triggers(
+            p for p in _list_triggers(self.ephemeral) if (p.is_pure and not by_clock) is is_pure
         )
         if permanent is None and ephemeral is None:
             return None
@@ -200,20 +202,20 @@ class SavePolicy:
     def _is_cooling(self, latest: Timestamp | None, now: Timestamp) -> bool:
         if self.cooldown is None or latest is None:
             return False
-        current = counted(now, self.cooldown.unit, "cooldown")
-        before = self.cooldown.unit.of(latest) or 0
+        current = get_counter(now, self.cooldown.unit, "cooldown")
+        before = self.cooldown.unit.read_progress(latest) or 0
         return 0 <= current - before < self.cooldown.value
 
 
 def _intervals(trigger: Trigger | None) -> Iterator[Every]:
-    yield from (part for part in _parts(trigger) if isinstance(part, Every))
+    yield from (part for part in _list_triggers(trigger) if isinstance(part, Every))
 
 
-def _parts(trigger: Trigger | None) -> tuple[Trigger, ...]:
+def _list_triggers(trigger: Trigger | None) -> tuple[Trigger, ...]:
     return () if trigger is None else parts_of(trigger)
 
 
-def _joined(parts: Iterable[Trigger]) -> Trigger | None:
+def _join_triggers(parts: Iterable[Trigger]) -> Trigger | None:
     triggers = tuple(parts)
     return AnyTrigger(triggers) if len(triggers) > 1 else next(iter(triggers), None)
 
@@ -271,7 +273,7 @@ class SideSaver:
     components: tuple[str, ...]
     keep: Rule
 
-    @checked(but=("every", "keep"))
+    @check_arguments(but=("every", "keep"))
     def __init__(
         self,
         name: str,

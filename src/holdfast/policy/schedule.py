@@ -72,8 +72,8 @@ class SaveSchedule:
         self.policies: dict[str, SavePolicy] = {
             name: policy.resolve(max_duration) for name, policy in policies_of(every, sides).items()
         }
-        self._alike = _parts(self.policies, is_pure=True) if is_shared else self.policies
-        self._leaders = _parts(self.policies, is_pure=False) if is_shared else {}
+        self._alike = _split_policies(self.policies, is_pure=True) if is_shared else self.policies
+        self._leaders = _split_policies(self.policies, is_pure=False) if is_shared else {}
         self.components: Mapping[str, tuple[str, ...]] = {
             side.name: side.components for side in sides
         }
@@ -94,7 +94,7 @@ class SaveSchedule:
         """Whether there are savers beside the main one."""
         return bool(self.components)
 
-    def due(
+    def merge_due_saves(
         self,
         now: Timestamp,
         metrics: Metrics = NO_METRICS,
@@ -109,7 +109,7 @@ class SaveSchedule:
         """
         self._before = self._previous
         self._previous = now
-        dues = [] if wanted is None else [self._named(wanted)]
+        dues = [] if wanted is None else [self._name_savers(wanted)]
         for name, best in self._decided(self._alike, now, metrics, events, vetoes):
             if not (wanted and _is_as_good(wanted, name, best)):
                 dues.append(self._by(name, best))
@@ -154,25 +154,25 @@ class SaveSchedule:
         """Record that a save was begun. A partial save by hand belongs to no saver."""
         self._undo, self._before = (self._before, dict(self._saved)), self._previous
         for name in _owners(due):
-            self._saved[name] = self._of(name).plus(due.save_class, now)
+            self._saved[name] = self._get_saved(name).plus(due.save_class, now)
 
     def not_begun(self) -> None:
         """Undo the last decision, as its save could not begin: it stays due."""
         self._previous = self._before
 
-    def failed(self) -> None:
+    def undo_failed_save(self) -> None:
         """Undo the save that was begun last, as it did not commit. A second call is a no-op."""
         if self._undo is not None:
             (self._previous, self._saved), self._undo = self._undo, None
             self._before = self._previous
 
-    def stand_on(self, timestamp: Timestamp, saves: Iterable[Manifest | Candidate]) -> None:
+    def resume_schedule(self, timestamp: Timestamp, saves: Iterable[Manifest | Candidate]) -> None:
         """Continue from a checkpoint; `saves` are its own and earlier ones, newest first."""
         self._previous = self._before = timestamp
         self._saved, self._undo = {}, None
         for entry in saves:
             for name in entry.savers or (() if entry.lacks else (MAIN,)):
-                saved, save_class = self._of(name), entry.save_class
+                saved, save_class = self._get_saved(name), entry.save_class
                 if getattr(saved, save_class) is None:
                     self._saved[name] = saved.plus(save_class, entry.timestamp)
 
@@ -188,7 +188,7 @@ class SaveSchedule:
 
     def is_saved(self, now: Timestamp) -> bool:
         """Whether a save of the whole state was begun at this very step."""
-        latest = self._of(MAIN).latest
+        latest = self._get_saved(MAIN).latest
         return latest is not None and latest.step == now.step
 
     def savers_of(self, due: Due) -> tuple[str, ...]:
@@ -211,14 +211,14 @@ class SaveSchedule:
     ) -> Iterator[tuple[str, Due]]:
         """Yield each saver that is due since the call before, with its save of highest class."""
         for name, policy in policies.items():
-            saved, before = self._of(name), self._before
+            saved, before = self._get_saved(name), self._before
             best = highest(
                 [policy.decide(before, saved, now, metrics, e, vetoes=vetoes) for e in events]
             )
             if best is not None:
                 yield name, best
 
-    def _of(self, name: str) -> Saved:
+    def _get_saved(self, name: str) -> Saved:
         return self._saved.get(name, _NEVER)
 
     def _by(self, name: str, due: Due) -> Due:
@@ -228,7 +228,7 @@ class SaveSchedule:
         components = self.components.get(name)
         return Due(due.save_class, reason, savers=(name,), components=components)
 
-    def _named(self, due: Due) -> Due:
+    def _name_savers(self, due: Due) -> Due:
         return replace(due, savers=_owners(due)) if self.has_sides else due
 
     def _asked_for(
@@ -238,7 +238,7 @@ class SaveSchedule:
         asked = [event for event in events if event in _ASKED]
         if not asked or self.is_saved(now):
             return []
-        return [self._named(Due(self.asked_class(vetoes), asked[0]))]
+        return [self._name_savers(Due(self.asked_class(vetoes), asked[0]))]
 
 
 def together(dues: Sequence[Due]) -> Due | None:
@@ -291,6 +291,6 @@ def _each(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _parts(policies: Mapping[str, SavePolicy], *, is_pure: bool) -> dict[str, SavePolicy]:
+def _split_policies(policies: Mapping[str, SavePolicy], *, is_pure: bool) -> dict[str, SavePolicy]:
     parts = {name: policy.part(is_pure=is_pure) for name, policy in policies.items()}
     return {name: part for name, part in parts.items() if part is not None}

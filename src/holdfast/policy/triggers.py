@@ -13,10 +13,10 @@ from math import ceil
 from types import MappingProxyType
 from typing import Literal, NoReturn, TypeAlias, get_args
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.clock import ALL_UNITS, Time, Unit, counted, parse
+from holdfast.policy.clock import ALL_UNITS, Time, Unit, get_counter, parse
 
 Event: TypeAlias = Literal[
     "start", "step", "epoch", "cycle", "evaluation", "exception", "signal", "demand", "end"
@@ -65,8 +65,8 @@ class Trigger(ABC):
         Raises:
             UsageError: the training loop does not count that unit.
         """
-        here = counted(now, unit, self)
-        return (unit.of(previous) if previous else None) or 0, here
+        here = get_counter(now, unit, self)
+        return (unit.read_progress(previous) if previous else None) or 0, here
 
     def resolve(self, max_duration: Time | None) -> Trigger:
         """Return the trigger with fractions of the run converted by the run's length.
@@ -140,7 +140,9 @@ class Every(Trigger):
         object.__setattr__(self, "max_duration", whole)
         object.__setattr__(self, "epoch", steps)
         object.__setattr__(self, "unit", unit)
-        object.__setattr__(self, "size", float(size) if unit is Unit.SECOND else _plain(size))
+        object.__setattr__(
+            self, "size", float(size) if unit is Unit.SECOND else _simplify_size(size)
+        )
 
     @property
     def is_pure(self) -> bool:
@@ -165,7 +167,7 @@ class Every(Trigger):
     ) -> str | None:
         """Fire when another interval is complete; seconds count from the last save."""
         if self.needs_epoch:
-            _refuse(self.interval)
+            _raise_unknown_epoch(self.interval)
         before, current = self.progress(self.unit, previous, now)
         if self.unit is Unit.SECOND:
             is_due = current - (last_saved.wall_s if last_saved else 0.0) >= self.size
@@ -176,7 +178,7 @@ class Every(Trigger):
     def resolve(self, max_duration: Time | None) -> Every:
         """Return the trigger with a fraction of the run taken of `max_duration`."""
         if self.needs_epoch:
-            _refuse(self.interval)
+            _raise_unknown_epoch(self.interval)
         if self.unit is not Unit.DURATION:
             return self
         self.interval.resolve(max_duration)  # raises when the length is not known
@@ -201,7 +203,7 @@ class At(Trigger):
 
     times: tuple[Time, ...]
 
-    @checked(but=["times"])
+    @check_arguments(but=["times"])
     def __init__(self, *times: str | Time, steps: Iterable[int] = ()) -> None:
         given = [parse(time, what="At: times", units=ALL_UNITS, parts=True) for time in times]
         given += map(_at_step, steps)
@@ -231,7 +233,7 @@ class At(Trigger):
         reached = []
         for time in self.times:
             if time.is_part_of_epoch:
-                _refuse(time)
+                _raise_unknown_epoch(time)
             before, current = self.progress(time.unit, previous, now)
             if before < time.value <= current:
                 reached.append(str(time))
@@ -241,7 +243,7 @@ class At(Trigger):
         """Return the trigger with fractions of the run as points in the unit of `max_duration`."""
         for time in self.times:
             if time.is_part_of_epoch:
-                _refuse(time)
+                _raise_unknown_epoch(time)
         return At(*{time.resolve(max_duration): None for time in self.times})
 
     @property
@@ -289,7 +291,7 @@ class WallClock(Trigger):
         return str(self) if now.wall_s // size > before // size else None
 
 
-@checked(but=["function"])
+@check_arguments(but=["function"])
 @dataclass(frozen=True, slots=True)
 class When(Trigger):
     """Save when a function of (timestamp, metrics, event) returns True."""
@@ -360,7 +362,7 @@ class On(Trigger):
         return event if event in self.events and _is_new(last_saved, now) else None
 
 
-@checked()
+@check_arguments()
 @dataclass(frozen=True, slots=True)
 class AtStart(Trigger):
     """Save before the first step of a run for which nothing was loaded."""
@@ -463,7 +465,7 @@ def is_elsewhere(last: Timestamp | None, now: Timestamp) -> bool:
     return last is None or last.step != now.step
 
 
-def _refuse(time: Time) -> NoReturn:
+def _raise_unknown_epoch(time: Time) -> NoReturn:
     """Raise `UsageError` for a part of an epoch whose length is not known."""
     raise UsageError(
         f"'{time}' is a part of an epoch, and only a Trainer knows how many steps that has: write "
@@ -483,5 +485,5 @@ def _is_new(last_saved: Timestamp | None, now: Timestamp) -> bool:
     return now.step > 0 and is_elsewhere(last_saved, now)
 
 
-def _plain(size: Fraction) -> Fraction | int:
+def _simplify_size(size: Fraction) -> Fraction | int:
     return size.numerator if size.denominator == 1 else size

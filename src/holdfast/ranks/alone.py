@@ -24,7 +24,7 @@ class SingleProcess(Coordinator):
 
     @override
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
-        self.use("post", tag)
+        self.check_tag_unused("post", tag)
         self._posts[tag] = data
 
     @override
@@ -33,14 +33,14 @@ class SingleProcess(Coordinator):
 
     @override
     def collect(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> Collected:
-        self.use("collect", tag)
+        self.check_tag_unused("collect", tag)
         came = {0: self._posts.pop(tag)} if tag in self._posts else {}
         return Collected(came=came, failed={}, silent=[] if came else [0])
 
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
         """No-op but for the check of the tag: there are no followers."""
-        self.use("announce", tag)
+        self.check_tag_unused("announce", tag)
 
     @override
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:

@@ -62,20 +62,20 @@ from holdfast.ranks.coordinator import (
     Coordinator,
     Exchange,
     RankFailure,
-    decoded,
+    decode_message,
 )
 from holdfast.ranks.exchange import GroupExchange
 from holdfast.ranks.heartbeats import BEAT_A_RANK_S, BEAT_S, LOST_S, RankHeartbeat, Silences
 from holdfast.ranks.messages import (
     MAX_NUM_KEYS,
     GroupStore,
-    delete,
+    delete_message,
     get,
     has,
-    put,
     take_present,
+    write_message,
 )
-from holdfast.ranks.waiting import LOOK_S, Processes, Watch, described, named
+from holdfast.ranks.waiting import LOOK_S, Processes, Watch, describe_process, describe_rank
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as TorchStore
@@ -236,10 +236,10 @@ class C10d(Coordinator):
         if not self._is_default:
             return super().exchange(timeout_s=timeout_s)
         # A rank that does not make its part would let torch wait until the timeout of the group.
-        self._gather(f"meeting {self.number()} of all ranks with broadcast=True", _MEET_S)
+        self._wait_for_ranks(f"meeting {self.number()} of all ranks with broadcast=True", _MEET_S)
         return GroupExchange(timeout_s=timeout_s)
 
-    def _gather(self, tag: str, timeout_s: float) -> None:
+    def _wait_for_ranks(self, tag: str, timeout_s: float) -> None:
         """Wait until all ranks have come to the same point; warn of ranks that are late."""
         watch = None if self._warn is None else Watch(self._warn, tag, tag)
         self.post(tag, b"", timeout_s=timeout_s)
@@ -249,37 +249,37 @@ class C10d(Coordinator):
         try:
             self.collect(tag, timeout_s=timeout_s, watch=watch).expect_all(tag)
         except RanksError as error:
-            self.fail(tag, RankFailure.of(error, phase="meeting"), timeout_s=_GET_S)
+            self.fail(tag, RankFailure.from_error(error, phase="meeting"), timeout_s=_GET_S)
             raise
         self.announce(tag, b"", timeout_s=timeout_s)
 
     @override
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
-        self.use("post", tag)
+        self.check_tag_unused("post", tag)
         self._within(timeout_s, partial(self._post, tag, data))
 
     @override
     def fail(self, tag: str, failure: RankFailure, *, timeout_s: float) -> None:
-        say = self._announce if self.is_leader else self._post
+        say = self._put_announcement if self.is_leader else self._post
         self._within(timeout_s, partial(say, tag, failure))
 
     @override
     def collect(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> Collected:
         self.expect_leader()
-        self.use("collect", tag)
-        collect = partial(self._collect, tag, time.monotonic() + timeout_s, watch)
+        self.check_tag_unused("collect", tag)
+        collect = partial(self._collect_posts, tag, time.monotonic() + timeout_s, watch)
         return self._within(timeout_s + READ_S, collect)
 
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
         self.expect_leader()
-        self.use("announce", tag)
-        self._within(timeout_s, partial(self._announce, tag, data))
+        self.check_tag_unused("announce", tag)
+        self._within(timeout_s, partial(self._put_announcement, tag, data))
 
     @override
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         self.expect_follower()
-        hear = partial(self._hear, tag, time.monotonic() + timeout_s, watch)
+        hear = partial(self._receive_announcement, tag, time.monotonic() + timeout_s, watch)
         try:
             said = self._within(timeout_s, hear)
         except _Ended as ended:
@@ -299,16 +299,18 @@ class C10d(Coordinator):
             self._nonce = ""
 
     def _post(self, tag: str, said: bytes | RankFailure) -> None:
-        put(self._store, _post_name(self.rank, tag), said)
+        write_message(self._store, _post_name(self.rank, tag), said)
         num_posts = self._store.add(_count_key(tag), 1)
         if isinstance(said, RankFailure) or num_posts == self.world_size:
             self._store.set(_over_key(tag), b"")
 
-    def _announce(self, tag: str, said: bytes | RankFailure) -> None:
-        put(self._store, _announcement_name(tag), said)
+    def _put_announcement(self, tag: str, said: bytes | RankFailure) -> None:
+        write_message(self._store, _announcement_name(tag), said)
         self._retire(tag, 0)
 
-    def _hear(self, tag: str, end: float, watch: Watch | None) -> bytes | RankFailure:
+    def _receive_announcement(
+        self, tag: str, end: float, watch: Watch | None
+    ) -> bytes | RankFailure:
         name = _announcement_name(tag)
 
         def look(waited_s: float) -> None:
@@ -318,13 +320,15 @@ class C10d(Coordinator):
             if watch.begins is not None and waited_s >= watch.next_s:
                 has_begun = has(self._store, _post_name(LEADER, watch.begins))
                 has_begun = has_begun or self._num_posts(watch.begins) == self.world_size
-                watch.tell(waited_s, self._named([] if has_begun else [LEADER]))
-            watch.tell_silent(waited_s, self._named(silent))
+                watch.warn_of_late_ranks(
+                    waited_s, self._describe_ranks([] if has_begun else [LEADER])
+                )
+            watch.tell_silent(waited_s, self._describe_ranks(silent))
 
         self._await(lambda: has(self._store, name), end, None if watch is None else look)
         return get(self._store, name)
 
-    def _collect(self, tag: str, end: float, watch: Watch | None) -> Collected:
+    def _collect_posts(self, tag: str, end: float, watch: Watch | None) -> Collected:
         def lacking(ranks: Iterable[int]) -> list[int]:
             return [rank for rank in ranks if not has(self._store, _post_name(rank, tag))]
 
@@ -333,8 +337,10 @@ class C10d(Coordinator):
             if watch is None:
                 return
             if waited_s >= watch.next_s:
-                watch.tell(waited_s, self._named(lacking(range(self.world_size))))
-            watch.tell_silent(waited_s, self._named(silent))
+                watch.warn_of_late_ranks(
+                    waited_s, self._describe_ranks(lacking(range(self.world_size)))
+                )
+            watch.tell_silent(waited_s, self._describe_ranks(silent))
 
         ended: Mapping[int, str] = {}
         try:
@@ -385,7 +391,7 @@ class C10d(Coordinator):
 
     def _end_of(self, rank: int) -> str:
         process = self._process(rank)
-        which = "its process" if process is None else described(process)
+        which = "its process" if process is None else describe_process(process)
         silent_s = self._silences.by_rank.get(rank, 0.0)
         if silent_s < LOST_S:
             return f"{which} has ended; look in its log for the reason"
@@ -409,7 +415,7 @@ class C10d(Coordinator):
                     some = [rank for rank in some if self._store.check([_beat_key(rank)])]
                 found = self._store.multi_get([_beat_key(rank) for rank in some]) if some else []
                 beats.update(zip(some, found, strict=True))
-            self._silences.look(beats, now_s)
+            self._silences.record_heartbeats(beats, now_s)
         long = self._silences.by_rank.items()
         return {r: silent_s for r, silent_s in long if silent_s >= waiting.FIRST_S}
 
@@ -434,12 +440,12 @@ class C10d(Coordinator):
         """Return the process of a rank; None: it has not said it yet, or has not met to say it."""
         if rank not in self._known and self._nonce and self._store.check([_process_key(rank)]):
             data = self._store.get(_process_key(rank))
-            self._known[rank] = decoded(data, Process, f"process of rank {rank}")
+            self._known[rank] = decode_message(data, Process, f"process of rank {rank}")
         return self._known.get(rank)
 
-    def _named(self, ranks: Iterable[int]) -> dict[int, str]:
+    def _describe_ranks(self, ranks: Iterable[int]) -> dict[int, str]:
         silences = self._silences.by_rank
-        return {r: named(r, self._process(r), silences.get(r, 0.0)) for r in ranks}
+        return {r: describe_rank(r, self._process(r), silences.get(r, 0.0)) for r in ranks}
 
     def _retire(self, tag: str, num_taken: int) -> None:
         """Note a round and its taken posts; delete what is left of old ones."""
@@ -463,13 +469,15 @@ class C10d(Coordinator):
 
         def look(waited_s: float) -> None:
             if watch is not None and waited_s >= watch.next_s:
-                watch.tell(waited_s, {rank: named(rank, None) for rank in absent})
+                watch.warn_of_late_ranks(
+                    waited_s, {rank: describe_rank(rank, None) for rank in absent}
+                )
 
         if self.is_leader:
             nonce = self._invite(own, absent, end, look)
             self._delete_ended(own, end)
         else:
-            nonce = self._join(own, end, look)
+            nonce = self._greet_leader(own, end, look)
         met = _prefixed(nonce, own)
         if self._processes is not None:
             met.set(_process_key(self.rank), msgspec.msgpack.encode(self._processes.own))
@@ -508,7 +516,7 @@ class C10d(Coordinator):
                     former.delete_key(_process_key(rank))
                     former.delete_key(_beat_key(rank))
 
-    def _join(self, store: GroupStore, end: float, look: Callable[[float], None]) -> str:
+    def _greet_leader(self, store: GroupStore, end: float, look: Callable[[float], None]) -> str:
         """Say hello to the leader, again to each newer one, until one answers with its nonce."""
         token, greeted = secrets.token_hex(16), b""
 
@@ -546,7 +554,7 @@ class C10d(Coordinator):
                 "to the other ranks: it has waited too long before"
             )
         future: Future[T] = Future()
-        self._threads.run(partial(self._do, future, job, timeout_s))
+        self._threads.start_call(partial(self._do, future, job, timeout_s))
         if not wait([future], timeout_s).done:
             raise DeadlineExceeded(
                 f"the store of torch.distributed did not answer within {time_limit(timeout_s)}: "
@@ -622,7 +630,7 @@ def _stop_calls(turn: Condition, threads: CallThreads) -> None:
     A thread that returned from torch later would abort the process. One that is held by a store
     whose server is stopped does not return.
     """
-    threads.close()
+    threads.release_idle_threads()
     turn.acquire(timeout=_EXIT_S)
 
 
@@ -644,7 +652,7 @@ def _delete_round(store: GroupStore, tag: str, one: _Round, world_size: int) -> 
     store.delete_key(_count_key(tag))
     store.delete_key(_over_key(tag))
     with suppress(FormatError):  # no message, and none of this round
-        delete(store, _announcement_name(tag))
+        delete_message(store, _announcement_name(tag))
         if are_left:
             _take_posts(store, tag, world_size)
 

@@ -25,24 +25,24 @@ class CallThreads:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = RLock()  # `close` may be called by the garbage collector
+        self._lock = RLock()  # `release_idle_threads` may be called by the garbage collector
         self._idle: list[_Calls] = []
         self._is_open = True
 
-    def run(self, call: Callable[[], object]) -> None:
+    def start_call(self, call: Callable[[], object]) -> None:
         """Begin a call, which raises nothing, in a thread that no other call is in."""
         with self._lock:
             if not self._idle:
                 try:
-                    self._start()
+                    self._start_thread()
                 except RuntimeError as error:
                     raise Disconnected(f"no thread to speak to other ranks in: {error}") from error
             self._idle.pop().put(call)
             if not self._idle and self._is_open:
                 with suppress(RuntimeError):  # the next call may find another one
-                    self._start()
+                    self._start_thread()
 
-    def close(self) -> None:
+    def release_idle_threads(self) -> None:
         """Let idle threads end, and others after their call; does not wait for them."""
         # In a fork of the process another thread may have had the lock, which nobody releases then.
         if not self._lock.acquire(timeout=_CLOSE_S):
@@ -54,7 +54,7 @@ class CallThreads:
         finally:
             self._lock.release()
 
-    def _start(self) -> None:
+    def _start_thread(self) -> None:
         calls: _Calls = SimpleQueue()
         Thread(target=self._work, args=(calls,), name=self._name, daemon=True).start()
         self._idle.append(calls)

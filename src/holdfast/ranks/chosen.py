@@ -55,7 +55,7 @@ class GroupAlarm:
         self._emit = emit
         self._looks = ranks == "group" and not has_group() and present_ranks().world_size == 1
 
-    def look(self) -> None:
+    def warn_if_grouped(self) -> None:
         """Warn if there is a group of several ranks now."""
         if not self._looks or not has_group():
             return

@@ -38,7 +38,7 @@ class RankFailure(NamedTuple):
     reason: str
 
     @classmethod
-    def of(cls, error: BaseException, *, phase: str) -> RankFailure:
+    def from_error(cls, error: BaseException, *, phase: str) -> RankFailure:
         """Describe an error that was raised in `phase`; a long message is cut.
 
         Failures of other ranks, which a `RanksFailed` passes on, are told without its own words.
@@ -74,7 +74,7 @@ class RankTransfer(ABC):
     """Handle of bytes under way between ranks."""
 
     @abstractmethod
-    def wait(self, timeout_s: float) -> None:
+    def wait_until_done(self, timeout_s: float) -> None:
         """Wait until all was sent and received."""
 
 
@@ -85,7 +85,7 @@ class Exchange(ABC):
     """
 
     @abstractmethod
-    def begin(
+    def start_exchange(
         self,
         sends: Sequence[tuple[int, memoryview]],
         receives: Sequence[tuple[int, memoryview]],
@@ -203,7 +203,7 @@ class Coordinator(ABC):
         to make another coordinator.
         """
 
-    def use(self, verb: str, tag: str) -> None:
+    def check_tag_unused(self, verb: str, tag: str) -> None:
         """Raise `UsageError` if this rank has used the verb with the tag in its last rounds."""
         with self._use_lock:
             if (verb, tag) in self._uses:
@@ -224,7 +224,7 @@ class Coordinator(ABC):
             raise UsageError("the leader hears no announcement: it makes them")
 
 
-def decoded(message: bytes, kind: type[T], what: str) -> T:
+def decode_message(message: bytes, kind: type[T], what: str) -> T:
     """Decode a message of another rank, which was encoded by `msgspec.msgpack`.
 
     Raises:

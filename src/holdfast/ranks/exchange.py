@@ -41,7 +41,7 @@ class GroupExchange(Exchange):
         self._lost: set[int] = set()
 
     @override
-    def begin(
+    def start_exchange(
         self,
         sends: Sequence[tuple[int, memoryview]],
         receives: Sequence[tuple[int, memoryview]],
@@ -101,7 +101,7 @@ class _GroupTransfer(RankTransfer):
                 self._works = begun(self._ops)
 
     @override
-    def wait(self, timeout_s: float) -> None:
+    def wait_until_done(self, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
         # NCCL gives one work for all of them.
         is_each = len(self._works) == len(self._ops)

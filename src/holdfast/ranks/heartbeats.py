@@ -75,7 +75,7 @@ class Silences:
         self._looked_s = 0.0
         self.by_rank: Mapping[int, float] = {}
 
-    def look(self, values: Mapping[int, bytes], now_s: float) -> None:
+    def record_heartbeats(self, values: Mapping[int, bytes], now_s: float) -> None:
         """Note the heartbeats of ranks at a time of the monotonic clock."""
         passed_s = min(now_s - self._looked_s, self._most_s)
         self.by_rank = {

@@ -48,24 +48,24 @@ class GroupStore(Protocol):
         """Delete a key; return whether it existed."""
 
 
-def put(store: GroupStore, name: str, said: bytes | RankFailure) -> None:
+def write_message(store: GroupStore, name: str, said: bytes | RankFailure) -> None:
     """Write a message; returns when the store has it."""
     data, failure = (b"", said) if isinstance(said, RankFailure) else (said, None)
     pieces = [data[at : at + PIECE_NBYTES] for at in range(0, len(data), PIECE_NBYTES)] or [b""]
     if len(pieces) > MAX_NUM_PIECES:
         raise UsageError(f"{name}: {len(data)} bytes are too long for a message between ranks")
     for number, piece in enumerate(pieces[1:], 1):
-        store.set(_key(name, number), piece)
+        store.set(_make_key(name, number), piece)
     # The first piece comes last: whoever sees it finds the others.
     head = _Head(num_more=len(pieces) - 1, failure=failure, data=pieces[0])
-    store.set(_key(name), msgspec.msgpack.encode(head))
+    store.set(_make_key(name), msgspec.msgpack.encode(head))
     # A `set` is not acknowledged: it succeeds when the server is dead. The reply of a `check` is.
-    store.check([_key(name)])
+    store.check([_make_key(name)])
 
 
 def has(store: GroupStore, name: str) -> bool:
     """Whether a message has come."""
-    return store.check([_key(name)])
+    return store.check([_make_key(name)])
 
 
 def get(store: GroupStore, name: str) -> bytes | RankFailure:
@@ -74,7 +74,7 @@ def get(store: GroupStore, name: str) -> bytes | RankFailure:
     Raises:
         FormatError: the value is not a message.
     """
-    return _read(store, name, store.get(_key(name)))
+    return _assemble_message(store, name, store.get(_make_key(name)))
 
 
 def take_present(store: GroupStore, names: Sequence[str]) -> dict[str, bytes | RankFailure]:
@@ -82,17 +82,17 @@ def take_present(store: GroupStore, names: Sequence[str]) -> dict[str, bytes | R
     found: dict[str, bytes | RankFailure] = {}
     for start in range(0, len(names), MAX_NUM_KEYS):
         present = _present(store, names[start : start + MAX_NUM_KEYS])
-        heads = store.multi_get([_key(name) for name in present]) if present else []
+        heads = store.multi_get([_make_key(name) for name in present]) if present else []
         for name, head in zip(present, heads, strict=True):
-            found[name] = _read(store, name, head)
-            _drop(store, name, head)
+            found[name] = _assemble_message(store, name, head)
+            _delete_pieces(store, name, head)
     return found
 
 
-def delete(store: GroupStore, name: str) -> None:
+def delete_message(store: GroupStore, name: str) -> None:
     """Delete a message, if it has come."""
     if has(store, name):
-        _drop(store, name, store.get(_key(name)))
+        _delete_pieces(store, name, store.get(_make_key(name)))
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,20 +104,20 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _present(store: GroupStore, names: Sequence[str]) -> Sequence[str]:
-    if store.check([_key(name) for name in names]):
+    if store.check([_make_key(name) for name in names]):
         return names
     return [name for name in names if has(store, name)]
 
 
-def _read(store: GroupStore, name: str, head: bytes) -> bytes | RankFailure:
+def _assemble_message(store: GroupStore, name: str, head: bytes) -> bytes | RankFailure:
     first = _decode(name, head)
-    more = [store.get(_key(name, number + 1)) for number in range(first.num_more)]
+    more = [store.get(_make_key(name, number + 1)) for number in range(first.num_more)]
     return first.failure or b"".join([first.data, *more])
 
 
-def _drop(store: GroupStore, name: str, head: bytes) -> None:
+def _delete_pieces(store: GroupStore, name: str, head: bytes) -> None:
     for number in range(_decode(name, head).num_more + 1):
-        store.delete_key(_key(name, number))
+        store.delete_key(_make_key(name, number))
 
 
 def _decode(name: str, head: bytes) -> _Head:
@@ -127,5 +127,5 @@ def _decode(name: str, head: bytes) -> _Head:
         raise FormatError(f"{name}: not a message of a rank: {error}") from error
 
 
-def _key(name: str, number: int = 0) -> str:
+def _make_key(name: str, number: int = 0) -> str:
     return f"{number}/{name}"

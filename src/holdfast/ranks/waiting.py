@@ -46,7 +46,7 @@ class Watch:
         """Seconds of waiting after which the next warning is due."""
         self._told: set[int] = set()
 
-    def tell(self, waited_s: float, late: Mapping[int, str]) -> None:
+    def warn_of_late_ranks(self, waited_s: float, late: Mapping[int, str]) -> None:
         """Warn of ranks that are late, with their names; without any, only set the next time."""
         self.next_s = max(self.next_s, waited_s) * GROWTH
         if self.begins is None:
@@ -71,31 +71,32 @@ class Watch:
     def _warn_of(self, waited_s: float, late: Mapping[int, str], advice: str) -> None:
         self._told.update(late)
         if late:
-            names = listed([*late.values()])
+            names = join_names([*late.values()])
             self._warn(
                 f"{self._call}: waiting for {waited_s:.0f} s, as nothing has come from "
                 f"{names}{advice}"
             )
 
 
-def listed(names: Sequence[str], limit: int = 10) -> str:
+def join_names(names: Sequence[str], limit: int = 10) -> str:
     """Join names, the first `limit` of them, and count the others."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 
 
-def named(rank: int, process: Process | None, silent_s: float = 0.0) -> str:
+def describe_rank(rank: int, process: Process | None, silent_s: float = 0.0) -> str:
     """Name a rank with its process, and with its silence if that is long.
 
-    >>> named(3, Process(host="node7", pid=41, start="", boot_id="", pid_namespace=""), 12.0)
+    >>> process = Process(host="node7", pid=41, start="", boot_id="", pid_namespace="")
+    >>> describe_rank(3, process, 12.0)
     'rank 3 (process 41 on node7, no sign of life for 12 s)'
     """
     if process is None:
         return f"rank {rank}"
     sign = f", no sign of life for {silent_s:.0f} s" if silent_s >= FIRST_S else ""
-    return f"rank {rank} ({described(process)}{sign})"
+    return f"rank {rank} ({describe_process(process)}{sign})"
 
 
-def described(process: Process) -> str:
+def describe_process(process: Process) -> str:
     """Name a process in words."""
     return f"process {process.pid} on {process.host}"

@@ -35,9 +35,9 @@ from holdfast.ownership.leases import leased
 from holdfast.ownership.owner import Ownership
 from holdfast.ownership.tiered import claim_document, is_in_use
 from holdfast.replication.upload import Cost, Sender
-from holdfast.root.byte_ranges import Listing, length, read_listing
+from holdfast.root.byte_ranges import Listing, get_stored_length, read_listing
 from holdfast.root.catalog import Catalog
-from holdfast.root.commit import name_latest, put_once, settle
+from holdfast.root.commit import name_latest, put_once, sync_checkpoint
 from holdfast.root.documents import read_document
 from holdfast.root.lost_manifests import latest_of
 from holdfast.store.base import Store
@@ -85,17 +85,17 @@ class PlannedCopy:
         return str(self.name)
 
     @property
-    def step(self) -> int | None:
+    def completed_steps(self) -> int | None:
         """Completed optimizer windows; None where it cannot be decrypted."""
         return None if self.manifest is None else self.manifest.timestamp.step
 
     @property
     def nbytes(self) -> int:
         """Bytes of its files, as stored."""
-        return sum(map(length, self.listing.files.values()))
+        return sum(map(get_stored_length, self.listing.files.values()))
 
 
-def plan(
+def plan_copies(
     source: Store,
     target: Store,
     folders: Sequence[str],
@@ -145,13 +145,13 @@ def _planned(source: Store, target: Store, folder: str) -> PlannedCopy:
         _expect_same_bytes(source, target, folder)
     sizes = {info.key: info.nbytes for info in target.list(f"{folder}/")}
     files = listing.files.items()
-    lacking = (e for n, e in files if sizes.get(f"{folder}/{n}") != length(e))
+    lacking = (e for n, e in files if sizes.get(f"{folder}/{n}") != get_stored_length(e))
     return PlannedCopy(
         name=name,
         listing=listing,
         manifest=_manifest(source, folder),
         was_there=there is not None,
-        missing_nbytes=sum(map(length, lacking)),
+        missing_nbytes=sum(map(get_stored_length, lacking)),
     )
 
 
@@ -168,7 +168,7 @@ def _expect_same_bytes(source: Store, target: Store, folder: str) -> None:
         )
 
 
-def copy(
+def copy_checkpoints(
     source: Store,
     target: Store,
     planned: Sequence[PlannedCopy],
@@ -187,7 +187,7 @@ def copy(
             _copy_marks(source, target, item.name)
             yield Copied(
                 folder=item.folder,
-                step=item.step,
+                step=item.completed_steps,
                 nbytes=item.nbytes,
                 sent_nbytes=0,
                 was_there=True,
@@ -201,7 +201,7 @@ def copy(
     _expect_same_run(source, target, planned)
     _give_claims(source, target, upto=above, known=known, differing=differing)
     owner = _CopyOwnership(target, above=above)
-    owner.take(_choices(source, target, emit))
+    owner.claim_ownership(_choose_standing(source, target, emit))
     claim = owner.claim
     assert claim is not None
     sender = Sender(source, target, num_threads=NUM_THREADS, timeout_s=_BLOCK_TIMEOUT_S)
@@ -209,7 +209,7 @@ def copy(
     try:
         for item in planned:
             with leased(source, item.folder, emit=emit):
-                copied = _send(sender, source, target, item, owner, claim, told)
+                copied = _copy_one(sender, source, target, item, owner, claim, told)
                 warning = _point_latest(target)
                 if warning and not warned:
                     warned = warning
@@ -219,11 +219,11 @@ def copy(
         owner.is_clean = False
         raise
     finally:
-        sender.close()
-        owner.release()
+        sender.stop_sending()
+        owner.release_run()
 
 
-def _send(
+def _copy_one(
     sender: Sender,
     source: Store,
     target: Store,
@@ -238,11 +238,11 @@ def _send(
         if told is not None:
             told(folder, min(cost.nbytes, total), total)
 
-    cost = sender.send(folder, epoch=claim.epoch, told=tell, unclear=owner.unclear)
+    cost = sender.upload_checkpoint(folder, epoch=claim.epoch, told=tell, unclear=owner.unclear)
     _copy_marks(source, target, item.name)
     return Copied(
         folder=folder,
-        step=item.step,
+        step=item.completed_steps,
         nbytes=total,
         sent_nbytes=cost.nbytes,
         was_there=item.was_there,
@@ -269,7 +269,7 @@ def _point_latest(target: Store) -> str:
     with suppress(SealError):
         point = standing(target).point
         if point is not None and latest_of(target) != point.folder:
-            settle(target, point.folder)
+            sync_checkpoint(target, point.folder)
             return name_latest(target, point.folder)
     return ""
 
@@ -290,7 +290,7 @@ class _CopyOwnership(Ownership):
         self._above = above
 
     @override
-    def _claim(self, choices: Iterator[Choice]) -> Claim:
+    def _claim_run(self, choices: Iterator[Choice]) -> Claim:
         return claim_run(
             self._store,
             choices,
@@ -301,7 +301,7 @@ class _CopyOwnership(Ownership):
         )
 
 
-def _choices(source: Store, target: Store, emit: Emitter) -> Iterator[Choice]:
+def _choose_standing(source: Store, target: Store, emit: Emitter) -> Iterator[Choice]:
     while True:
         _expect_free(source, target, emit)
         try:

@@ -72,7 +72,7 @@ class Mirror(UploadQueries):
     # Called by the threads that train and save
 
     @override
-    def committed(self) -> None:
+    def queue_new_uploads(self) -> None:
         try:
             self._backlog.refresh()
         except Exception as error:  # noqa: BLE001 - the save stands; nothing is deleted meanwhile
@@ -122,7 +122,7 @@ class Mirror(UploadQueries):
             raise failure
 
     @override
-    def settle(self, timeout_s: float) -> None:
+    def wait_for_uploads(self, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
         with self._locked(timeout_s):
             if not self._changed.wait_for(self._is_settled, max(end - time.monotonic(), 0)):
@@ -160,7 +160,7 @@ class Mirror(UploadQueries):
         return self._is_resting() or must_raise
 
     @override
-    def close(self, timeout_s: float) -> None:
+    def finish_uploads(self, timeout_s: float) -> None:
         limit_s = min(timeout_s, self._options.close_timeout_s)
         end = time.monotonic() + limit_s
         try:
@@ -171,8 +171,8 @@ class Mirror(UploadQueries):
                 self.pause(_END_S)
         except DeadlineExceeded as error:
             self._emit("housekeeping_failed", str(error), tier="remote")
-        self._sending.close()
-        self._background.end()
+        self._sending.stop_uploads()
+        self._background.stop_jobs()
         failures = self._sending.failures
         if failures.lost is not None and not failures.is_lost_told:
             raise failures.lost
@@ -199,7 +199,7 @@ class Mirror(UploadQueries):
 
     def go_on(self) -> None:
         """Drop cached state of both tiers and start uploading; called after each claim."""
-        self._sending.forget()
+        self._sending.clear_cached_facts()
         self._sending.proceed()
         self._background.proceed()
         self._wake()
@@ -281,9 +281,9 @@ class MirroredOwnership(TieredOwnership):
         self.mirror = Mirror(self, self.sending, options, emit, timeout_s=timeout_s)
 
     @override
-    def take(self, choices: Iterator[Choice]) -> None:
+    def claim_ownership(self, choices: Iterator[Choice]) -> None:
         self.mirror.pause()
-        super().take(choices)
+        super().claim_ownership(choices)
         self.mirror.go_on()
 
 

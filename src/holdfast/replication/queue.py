@@ -96,14 +96,14 @@ class UploadQueue:
             self._remote, self._lineage = dict(remote), {*lineage}
             self.refresh()
 
-    def found(self, entry: Entry, *, suspect: str) -> None:
+    def record_uploaded(self, entry: Entry, *, suspect: str) -> None:
         """Record that the remote tier has a local checkpoint too.
         A non-empty `suspect` says why that copy is unreliable, so that the local one stays."""
         if suspect:
             self._suspect[entry.folder] = suspect
-            self.note(entry, "refused", error=suspect)
+            self.record_upload_state(entry, "refused", error=suspect)
         elif not self._was_sent(entry):
-            self.note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
+            self.record_upload_state(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
 
     def gone(self, folder: str) -> None:
         """Record that retention has deleted a folder in the remote tier."""
@@ -130,17 +130,17 @@ class UploadQueue:
             self._manifests = {entry.folder: entry.manifest for entry in entries}
             self._unread = {folder for folder, _ in unread}
             local = {entry.folder: entry for entry in entries}
-            noted = {f: state for f, state in self._notes().items() if f not in self._unread}
+            noted = {f: state for f, state in self._read_states().items() if f not in self._unread}
             self._waiting = {folder: local[folder] for folder in self._to_upload(local)}
             self.is_sure = True
             for folder in [f for f in noted if f not in local]:
-                self._forget(folder)
+                self._remove_note(folder)
             for folder in [f for f, state in noted.items() if state != "uploaded"]:
                 if folder not in self._waiting and folder not in self._suspect:
-                    self._forget(folder)
+                    self._remove_note(folder)
             for folder, entry in self._waiting.items():
                 if folder not in noted:
-                    self.note(entry, "waiting")
+                    self.record_upload_state(entry, "waiting")
             self.changed.notify_all()
 
     def doubt(self) -> None:
@@ -187,7 +187,7 @@ class UploadQueue:
     def spared(self) -> tuple[str, ...]:
         """Folders that the remote tier's garbage collection must skip: uploads yet to be committed.
         Those queued, and those that cannot be read now but whose note says they were queued."""
-        notes = self._notes()
+        notes = self._read_states()
         others = (f for f in self._unread if notes.get(f, "uploaded") != "uploaded")
         return (*self._waiting, *others)
 
@@ -240,15 +240,15 @@ class UploadQueue:
             newest_first = sorted(waiting, key=lambda entry: entry.order, reverse=True)
             return min(newest_first, key=lambda entry: rounds[entry.folder], default=None)
 
-    def begin(self, entry: Entry) -> bool:
-        """Mark a checkpoint as being uploaded, so that it stays until `end`. False: not queued."""
+    def start_upload(self, entry: Entry) -> bool:
+        """Keep a checkpoint, as being uploaded, until `finish_upload`. False: not queued."""
         with self.changed:
             if entry.folder not in self._waiting:
                 return False
             self._sending = entry.folder
             return True
 
-    def end(self) -> None:
+    def finish_upload(self) -> None:
         """Mark that nothing is being uploaded."""
         self._sending = ""
 
@@ -262,36 +262,36 @@ class UploadQueue:
         """Record a finished upload and take the checkpoint off the queue."""
         with self.changed:
             assert self._remote is not None, "nothing is sent before the remote tier was seen"
-            self.note(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
+            self.record_upload_state(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
             self._remote[entry.folder] = candidate(self._local, entry)
             if entry.order in {name.order for name in Catalog(self._local).lineage()}:
                 self._lineage.add(entry.order)
             self._tries.pop(entry.folder, None)
             self._suspect.pop(entry.folder, None)
-            self._remove(entry.folder)
+            self._drop_upload(entry.folder)
 
     def give_up(self, folder: str) -> None:
         """Take a checkpoint off the queue for good; its local copy may then be deleted."""
         with self.changed:
             self._given_up.add(folder)
-            self._forget(folder)
-            self._remove(folder)
+            self._remove_note(folder)
+            self._drop_upload(folder)
 
-    def refuse(self, entry: Entry) -> None:
+    def skip_upload(self, entry: Entry) -> None:
         """Skip a checkpoint that cannot be uploaded; it stays queued for a person to look at."""
         self._refused.add(entry.folder)
 
     def _sendable(self) -> list[Entry]:
         return [entry for name, entry in self._waiting.items() if name not in self._refused]
 
-    def _remove(self, folder: str) -> None:
+    def _drop_upload(self, folder: str) -> None:
         self._waiting.pop(folder, None)
         self._sending = ""
         self.changed.notify_all()
 
     # Notes on disk. On a full disk they cannot be written; that is no error, as uploads make room.
 
-    def note(
+    def record_upload_state(
         self, entry: Entry, state: UploadState, *, sent_nbytes: int = 0, error: str = ""
     ) -> None:
         """Record the upload state of a checkpoint in the local root."""
@@ -305,11 +305,11 @@ class UploadQueue:
             error=error[:MAX_ERROR_CHARS] or None,
         )
         try:
-            self._ledger.note(entry.folder, record)
+            self._ledger.put_note(entry.folder, record)
         except HoldfastError as error:
             self._log_failure(error)
         else:
-            self._notes()[entry.folder] = state
+            self._read_states()[entry.folder] = state
 
     def note_tiers(
         self,
@@ -345,24 +345,24 @@ class UploadQueue:
 
     def _was_sent(self, entry: Entry) -> bool:
         """Whether the recorded state of a checkpoint is `uploaded`."""
-        return self._notes().get(entry.folder) == "uploaded"
+        return self._read_states().get(entry.folder) == "uploaded"
 
-    def _notes(self) -> dict[str, UploadState]:
+    def _read_states(self) -> dict[str, UploadState]:
         if self._states is None:
-            notes = self._ledger.notes().items()
+            notes = self._ledger.read_notes().items()
             self._states = {
                 folder: note.state if note is not None and note.remote == self._where else "waiting"
                 for folder, note in notes
             }
         return self._states
 
-    def _forget(self, folder: str) -> None:
+    def _remove_note(self, folder: str) -> None:
         try:
-            self._ledger.forget(folder)
+            self._ledger.remove_note(folder)
         except HoldfastError as error:
             self._log_failure(error)
         else:
-            self._notes().pop(folder, None)
+            self._read_states().pop(folder, None)
 
     def _log_failure(self, error: HoldfastError) -> None:
         """Log that an upload state could not be recorded, instead of raising the error."""

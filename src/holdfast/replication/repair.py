@@ -10,7 +10,13 @@ from holdfast.encryption.manifests import boxes_of
 from holdfast.encryption.store import bare, sealed, vouched
 from holdfast.errors import CorruptData, FormatError, NoCheckpoint, NotSealed, StoreError
 from holdfast.format import layout
-from holdfast.format.blocks import block_digest, check_block, digest_blocks, file_digest, split
+from holdfast.format.blocks import (
+    block_digest,
+    check_block,
+    digest_blocks,
+    file_digest,
+    list_blocks,
+)
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.maintenance.rotate_keys import put_box
@@ -19,8 +25,8 @@ from holdfast.root.byte_ranges import (
     FilePiece,
     Listing,
     decode_listing,
+    get_stored_length,
     groups_of,
-    length,
     pieces_of,
     pieces_of_sealed,
     read_listing,
@@ -52,7 +58,7 @@ def mend(local: Store, remote: Store, folder: str, *, epoch: int) -> tuple[str, 
     for name in dict.fromkeys(p.file for p in problems if p.file in listing.files):
         file, key = listing.files[name], f"{folder}/{name}"
         pieces = plain[name] if plain else _pieces_of_sealed(bare_remote, key, file)
-        _replace(bare_local, bare_remote, key, length(file), pieces, epoch)
+        _replace_file(bare_local, bare_remote, key, get_stored_length(file), pieces, epoch)
         mended.append(name)
     if mended:
         # The rejection was because of the damage.
@@ -74,7 +80,7 @@ def _expect_same(listing: Listing, folder: str, *, where: str) -> None:
 
 def _pieces_of_sealed(remote: Store, key: str, file: FileEntry) -> tuple[FilePiece, ...]:
     """Read all of an encrypted remote file to compute the ranges and digests of its pieces."""
-    spans = split(file.nbytes)
+    spans = list_blocks(file.nbytes)
     digests = (block_digest(remote.get(key, start, stop - start)) for start, stop in spans)
     return pieces_of_sealed(file, digests, what=f"{remote.url}/{key}")
 
@@ -138,7 +144,7 @@ def _mend_manifest(local: Store, folder: str, data: bytes, epoch: int) -> bool:
     return False
 
 
-def _replace(
+def _replace_file(
     local: Store, remote: Store, key: str, nbytes: int, pieces: tuple[FilePiece, ...], epoch: int
 ) -> None:
     if len(pieces) <= 1:

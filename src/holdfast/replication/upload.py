@@ -37,7 +37,7 @@ from holdfast.errors import (
     time_limit,
 )
 from holdfast.format import layout
-from holdfast.format.blocks import block_digest, digest_blocks, file_digest, split
+from holdfast.format.blocks import block_digest, digest_blocks, file_digest, list_blocks
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import (
     MAX_MANIFEST_NBYTES,
@@ -51,13 +51,13 @@ from holdfast.root.byte_ranges import (
     Listing,
     PieceGroup,
     decode_listing,
+    get_stored_length,
     groups_of,
-    length,
     pieces_of,
     pieces_of_sealed,
     read_listing,
 )
-from holdfast.root.commit import SaveAttempt, publish, remove_scratch, settle
+from holdfast.root.commit import SaveAttempt, publish, remove_scratch, sync_checkpoint
 from holdfast.root.documents import is_own_mark, read_document
 from holdfast.store.base import BlockWriter, Store
 from holdfast.threads.workers import Background, cancel
@@ -121,11 +121,11 @@ class Sender:
         """Allow uploads again after an `interrupt`."""
         self._background.proceed()
 
-    def close(self) -> None:
+    def stop_sending(self) -> None:
         """End the threads; a current upload is interrupted."""
-        self._background.end()
+        self._background.stop_jobs()
 
-    def send(
+    def upload_checkpoint(
         self, folder: str, *, epoch: int, told: Callable[[Cost], None], unclear: set[str]
     ) -> Cost:
         """Upload a checkpoint to the remote root, and commit it there under claim `epoch`.
@@ -174,7 +174,7 @@ class Sender:
 
     def _is_committed(self, folder: str) -> bool:
         """Whether a checkpoint is committed in the remote root."""
-        self._count()
+        self._add_cost()
         register = read_listing(self._remote, folder)
         if register is None:
             return False
@@ -193,11 +193,15 @@ class Sender:
             layout.parse_thinned(name) and is_own_mark(self._remote, f"{folder}/{name}")
             for name in sizes
         )
-        wrong = [name for name, entry in listing.files.items() if sizes.get(name) != length(entry)]
+        wrong = [
+            name
+            for name, entry in listing.files.items()
+            if sizes.get(name) != get_stored_length(entry)
+        ]
         if wrong and not is_thinned:
             raise CorruptData(f"{self._remote.url}/{folder} lacks {', '.join(wrong)}")
         if isinstance(listing, Visible):
-            self._count(requests=2)
+            self._add_cost(requests=2)
             boxes_of(self._remote, folder, listing)
 
     # Files
@@ -208,7 +212,7 @@ class Sender:
         sizes = self._remote_sizes(folder)
         num_whole = 0
         for name, entry in listing.files.items():
-            key, nbytes = f"{folder}/{name}", length(entry)
+            key, nbytes = f"{folder}/{name}", get_stored_length(entry)
             exists = sizes.get(name) == nbytes
             if exists and (not self._reads_back or self._matches(key, pieces_of_file(name))):
                 num_whole += 1
@@ -221,7 +225,7 @@ class Sender:
         if isinstance(listing, Visible):
             return partial(self._pieces_of_sealed, folder, listing.files)
         index_entry = listing.files[layout.INDEX]
-        data = self._whole(folder, layout.INDEX, index_entry, listing.block_nbytes)
+        data = self._read_file(folder, layout.INDEX, index_entry, listing.block_nbytes)
         what = f"{self._local.url}/{folder}/{layout.INDEX}"
         return pieces_of(listing, data, what=what).__getitem__
 
@@ -237,7 +241,9 @@ class Sender:
             return block_digest(self._local.get(key, start, stop - start))
 
         def digests() -> Iterator[bytes]:
-            return self._each((partial(digest, *span) for span in split(files[name].nbytes)), key)
+            return self._each(
+                (partial(digest, *span) for span in list_blocks(files[name].nbytes)), key
+            )
 
         try:
             return pieces_of_sealed(files[name], digests(), what=what)
@@ -249,15 +255,15 @@ class Sender:
         """Upload the current files of wrapped keys; others in the remote root are kept."""
         for name, data in box_documents(self._local, folder, visible).items():
             key = f"{folder}/{name}"
-            self._put(key, data)
-            self._count()
+            self._upload_object(key, data)
+            self._add_cost()
             if self._remote.get(key) != data:
                 raise StoreError(
                     f"{self._remote.url}/{key}: read back, these are not the keys that were sent"
                 )
 
     def _remote_sizes(self, folder: str) -> dict[str, int]:
-        self._count()
+        self._add_cost()
         start = len(folder) + 1
         return {info.key[start:]: info.nbytes for info in self._remote.list(f"{folder}/")}
 
@@ -266,7 +272,9 @@ class Sender:
     ) -> None:
         # By one put, which replaces a file that exists, where `create` would put it whole too.
         if len(pieces) <= 1 or type(self._remote).create is Store.create:
-            self._put(key, b"".join(self._read(key, piece) for piece in pieces))
+            self._upload_object(
+                key, b"".join(self._read_verified_piece(key, piece) for piece in pieces)
+            )
             self._expect_match(key, pieces)
         elif exists:
             raise CorruptData(
@@ -288,7 +296,7 @@ class Sender:
         try:
             self._send_pieces(key, aside, nbytes, pieces)
             self._expect_match(aside, pieces)
-            self._count()
+            self._add_cost()
             with suppress(AlreadyExists):
                 if not self._remote.link(aside, key):
                     raise UnsupportedStore(
@@ -302,7 +310,7 @@ class Sender:
     def _send_pieces(
         self, source: str, key: str, nbytes: int, pieces: tuple[FilePiece, ...]
     ) -> None:
-        self._count()
+        self._add_cost()
         writer = self._remote.create(key, nbytes)
         send = partial(self._send_group, writer, source)
         try:
@@ -311,7 +319,7 @@ class Sender:
             ) as sent:
                 for _ in sent:
                     continue
-            self._result(self._submit(writer.finish, source), source)
+            self._wait_for_sending(self._submit_job(writer.finish, source), source)
         except BaseException:
             writer.abort()
             raise
@@ -319,10 +327,13 @@ class Sender:
     def _send_group(self, writer: BlockWriter, source: str, group: PieceGroup) -> None:
         _lower_priority()
         self._check_interrupt(source)
-        first, data = group.pieces[0].start, b"".join(self._read(source, p) for p in group.pieces)
+        first, data = (
+            group.pieces[0].start,
+            b"".join(self._read_verified_piece(source, p) for p in group.pieces),
+        )
         sent = memoryview(data)[group.start - first : group.stop - first]
         writer.write(group.start, sent)
-        self._count(len(sent))
+        self._add_cost(len(sent))
 
     def _matches(self, key: str, pieces: tuple[FilePiece, ...]) -> bool:
         """Whether the remote file has these bytes; True, unread, if nothing is to be read back."""
@@ -337,16 +348,16 @@ class Sender:
         waiting = deque[Future[T]]()
         try:
             for job in jobs:
-                waiting.append(self._submit(job, key))
+                waiting.append(self._submit_job(job, key))
                 if len(waiting) >= 2 * self._num_threads:
-                    yield self._result(waiting.popleft(), key)
+                    yield self._wait_for_sending(waiting.popleft(), key)
             while waiting:
-                yield self._result(waiting.popleft(), key)
+                yield self._wait_for_sending(waiting.popleft(), key)
         finally:
             cancel(waiting, timeout_s=self._timeout_s)
 
     def _has_piece(self, key: str, piece: FilePiece) -> bool:
-        self._count()
+        self._add_cost()
         data = self._remote.get(key, piece.start, piece.stop - piece.start)
         return block_digest(data) == piece.digest
 
@@ -356,7 +367,7 @@ class Sender:
                 f"{self._remote.url}/{key}: read back, these are not the bytes that were sent"
             )
 
-    def _read(self, key: str, piece: FilePiece) -> bytes:
+    def _read_verified_piece(self, key: str, piece: FilePiece) -> bytes:
         """Read a piece of a local file and check its digest; one retry if it differs."""
         for _ in range(2):
             data = self._local.get(key, piece.start, piece.stop - piece.start)
@@ -367,7 +378,7 @@ class Sender:
             "written, and are not sent"
         )
 
-    def _whole(self, folder: str, name: str, entry: FileEntry, block_nbytes: int) -> bytes:
+    def _read_file(self, folder: str, name: str, entry: FileEntry, block_nbytes: int) -> bytes:
         """Read a whole local file, and check it against the manifest's digest; one retry."""
         key = f"{folder}/{name}"
         for _ in range(2):
@@ -381,16 +392,16 @@ class Sender:
         if self._background.is_stopping:
             raise UploadInterrupted(f"{key}: not {done}, for the process is closing")
 
-    def _put(self, key: str, data: bytes) -> None:
+    def _upload_object(self, key: str, data: bytes) -> None:
         self._check_interrupt(key, done="sent")
         self._remote.put(key, data)
-        self._count(len(data))
+        self._add_cost(len(data))
 
-    def _submit(self, job: Callable[[], T], key: str) -> Future[T]:
+    def _submit_job(self, job: Callable[[], T], key: str) -> Future[T]:
         self._check_interrupt(key)
         return self._background.submit(job)
 
-    def _result(self, future: Future[T], key: str) -> T:
+    def _wait_for_sending(self, future: Future[T], key: str) -> T:
         try:
             return future.result(timeout=self._timeout_s)
         except FutureTimeout:
@@ -404,12 +415,12 @@ class Sender:
     def _expect_sizes(self, folder: str, listing: Listing) -> None:
         for name, entry in listing.files.items():
             key = f"{folder}/{name}"
-            self._count()
+            self._add_cost()
             nbytes = self._remote.head(key).nbytes
-            if nbytes != length(entry):
+            if nbytes != get_stored_length(entry):
                 raise StoreError(
-                    f"{self._remote.url}/{key}: {length(entry)} bytes were sent and the store now "
-                    f"has {nbytes}; the checkpoint is not committed there"
+                    f"{self._remote.url}/{key}: {get_stored_length(entry)} bytes were sent and the "
+                    f"store now has {nbytes}; the checkpoint is not committed there"
                 )
 
     def _commit(
@@ -425,20 +436,20 @@ class Sender:
         finally:
             if attempt.is_unclear:
                 unclear.add(folder)
-        self._count(len(data), requests=3)
+        self._add_cost(len(data), requests=3)
 
     def _confirm(self, folder: str, data: bytes) -> None:
         """Make the remote checkpoint durable, and compare its manifest with the local one."""
-        settle(self._remote, folder)
+        sync_checkpoint(self._remote, folder)
         key = f"{folder}/{layout.MANIFEST}"
-        self._count(requests=2)
+        self._add_cost(requests=2)
         if read_document(self._remote, key, max_nbytes=MAX_MANIFEST_NBYTES) != data:
             raise CorruptData(
                 f"{self._remote.url}/{key}: read back, it is not the manifest of "
                 f"{self._local.url}/{folder}"
             )
 
-    def _count(self, nbytes: int = 0, *, requests: int = 1) -> None:
+    def _add_cost(self, nbytes: int = 0, *, requests: int = 1) -> None:
         with self._lock:
             self._cost.nbytes += nbytes
             self._cost.requests += requests

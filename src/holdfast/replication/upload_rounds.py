@@ -40,14 +40,14 @@ from holdfast.policy.rule import Candidate
 from holdfast.replication.queue import UploadQueue
 from holdfast.replication.repair import mend
 from holdfast.replication.upload import Cost, Sender, UploadInterrupted
-from holdfast.root.byte_ranges import length
+from holdfast.root.byte_ranges import get_stored_length
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import (
     check_ownership,
     kept_of_others,
     mark_aborted,
     remove_files,
-    settle,
+    sync_checkpoint,
 )
 from holdfast.threads.workers import Background
 
@@ -132,7 +132,7 @@ class UploadWorker:
             self._remote,
             _RemoteSide(owner),
             rules.remote,
-            Emitter((self._forward,)),
+            Emitter((self._forward_event,)),
             replaces=replaces,
             waiting=self,
         )
@@ -146,9 +146,9 @@ class UploadWorker:
         self.may_mend = False
         """Whether the next round repairs damaged checkpoints of the local tier."""
         self._must_retry = False
-        self.forget()
+        self.clear_cached_facts()
 
-    def forget(self) -> None:
+    def clear_cached_facts(self) -> None:
         """Discard cached facts about both tiers, since other processes may change them."""
         self.backlog.clear()
         self._is_behind = True
@@ -168,9 +168,9 @@ class UploadWorker:
         self._sender.start()
         self._sender.proceed()
 
-    def close(self) -> None:
+    def stop_uploads(self) -> None:
         """Stop the upload threads."""
-        self._sender.close()
+        self._sender.stop_sending()
 
     def holds(self, entry: Entry) -> str:
         """Return why the remote copy must not be deleted yet, and copy pins to it; else empty.
@@ -193,20 +193,20 @@ class UploadWorker:
             self._round()
         except UploadInterrupted:
             # The run is being claimed, or the process closes. The interrupted upload is recorded as
-            # waiting (see `_send`), and its uploaded parts stay: the next claim continues it, in
-            # whatever process.
+            # waiting (see `_upload_entry`), and its uploaded parts stay: the next claim continues
+            # it, in whatever process.
             pass
         except OwnershipError as error:
             self._lose(error)
         except Exception as error:  # noqa: BLE001 - it is logged and retried
-            self._fail(error, None)
+            self._handle_upload_failure(error, None)
         return self._must_retry
 
     def _round(self) -> None:
         """Upload waiting checkpoints, remove partial uploads, and repair local checkpoints."""
         background = self.background
         if not self.backlog.has_seen:
-            self._begin()
+            self._claim_remote()
         while not background.is_stopping:
             entry = self.backlog.next(tries=self._options.tries)
             if entry is None:
@@ -223,7 +223,7 @@ class UploadWorker:
             self.chores.retain()
             self._release_rest()
 
-    def _begin(self) -> None:
+    def _claim_remote(self) -> None:
         """Claim the remote tier and list its checkpoints; called once after each claim."""
         self.backlog.note_tiers(epoch=self._remote_epoch)
         self._owner.attach()
@@ -236,19 +236,21 @@ class UploadWorker:
         lineage = {name.order for name in self._catalog.lineage()}
         for entry in entries:
             if entry.folder in local:
-                settle(self._remote, entry.folder)
+                sync_checkpoint(self._remote, entry.folder)
                 self._copy_pins(entry)
-                self.backlog.found(entry, suspect=self._what_lacks(entry, remote[entry.folder]))
+                self.backlog.record_uploaded(
+                    entry, suspect=self._what_lacks(entry, remote[entry.folder])
+                )
         for folder, error in unread:
             if folder in local and is_damage(error):
                 self._emit_remote("warning", str(error), step=local[folder].step, folder=folder)
-                self.backlog.found(local[folder], suspect=str(error))
+                self.backlog.record_uploaded(local[folder], suspect=str(error))
         with self._changed:
             self.backlog.see(remote, lineage)
             attempts = map(str, self._catalog.remote.attempts())
             self._begun = {*attempts}.intersection(self.backlog.folders)
         with self._owner.remote_scratch():
-            self._remote_chores.after_claim(spared=self.backlog.spared)
+            self._remote_chores.remove_unfinished(spared=self.backlog.spared)
         self._remote_chores.retain()
 
     def _what_lacks(self, entry: Entry, copy: Candidate) -> str:
@@ -262,7 +264,7 @@ class UploadWorker:
             wrong += [
                 name
                 for name, file in entry.manifest.files.items()
-                if sizes.get(f"{entry.folder}/{name}") != length(file)
+                if sizes.get(f"{entry.folder}/{name}") != get_stored_length(file)
             ]
         if (remote := sealed(self._remote)) is not None:
             wrong += remote.lost_keys(entry.folder)
@@ -274,22 +276,22 @@ class UploadWorker:
 
     def _upload(self, entry: Entry) -> None:
         claim = self._owner.attach()
-        if not self.backlog.begin(entry):
+        if not self.backlog.start_upload(entry):
             return
         try:
-            self._send(entry, claim)
+            self._upload_entry(entry, claim)
         finally:
-            self.backlog.end()
+            self.backlog.finish_upload()
 
-    def _send(self, entry: Entry, claim: Claim) -> None:
+    def _upload_entry(self, entry: Entry, claim: Claim) -> None:
         folder = entry.folder
         retries = self.backlog.tried(entry)
-        self.backlog.note(entry, "sending")
+        self.backlog.record_upload_state(entry, "sending")
         try:
             expect_claim(self._remote, claim)
             self._expect_open(entry, claim)
             self._begun.add(folder)
-            cost = self._sender.send(
+            cost = self._sender.upload_checkpoint(
                 folder,
                 epoch=claim.epoch,
                 told=self._progress_of(entry),
@@ -301,15 +303,15 @@ class UploadWorker:
                 text = f"{folder} is not sent: {error}"
                 self._emit_remote("warning", text, step=entry.step, folder=folder)
             self.backlog.give_up(folder)
-            self._end(entry)
+            self._finish_upload(entry)
         except (CommitConflict, FormatError, NotSealed) as error:
-            self._refuse(entry, error)
+            self._give_up_upload(entry, error)
         except (UploadInterrupted, OwnershipError):
-            self.backlog.note(entry, "waiting")
+            self.backlog.record_upload_state(entry, "waiting")
             raise
         except Exception as error:  # noqa: BLE001 - it is logged and retried
             if self.backlog.waits(entry):
-                self._fail(error, entry)
+                self._handle_upload_failure(error, entry)
         else:
             self._arrived(entry, claim)
             self._follow_up(entry, cost, retries=retries)
@@ -333,7 +335,7 @@ class UploadWorker:
             if time.monotonic() - last_s[0] < _NOTE_EVERY_S or not lock.acquire(blocking=False):
                 return
             try:
-                self.backlog.note(entry, "sending", sent_nbytes=cost.nbytes)
+                self.backlog.record_upload_state(entry, "sending", sent_nbytes=cost.nbytes)
                 last_s[0] = time.monotonic()
             finally:
                 lock.release()
@@ -346,10 +348,10 @@ class UploadWorker:
             self.backlog.arrived(entry)
             if is_good and entry.name.epoch == claim.epoch:
                 self._owner.remote_has_committed = True
-            self._end(entry)
+            self._finish_upload(entry)
         self._catalog.look_again()  # the remote tier is reachable, whatever a reader has met
 
-    def _end(self, entry: Entry) -> None:
+    def _finish_upload(self, entry: Entry) -> None:
         """Record that an upload is over: committed, or given up."""
         self._begun.discard(entry.folder)
         with self._changed:
@@ -376,14 +378,14 @@ class UploadWorker:
         self._remote_chores.trust(entry)
         newest = max((copy.order for copy in self.backlog.resumable_there), default=entry.order)
         if self.backlog.is_on_line(entry) and entry.order >= newest:
-            self._remote_chores.after_commit(entry)
+            self._remote_chores.apply_retention(entry)
         else:
             self._remote_chores.retain()  # `latest` moves forward only, and in the run's lineage
         if cost.is_all:  # then every byte of the local copy was read and found right
             self.chores.trust(entry)
         self.chores.retain()
         if self._options.keep_local == 0 and self.may_release:
-            self.chores.release(entry.folder)
+            self.chores.delete_local_copy(entry.folder)
         self.backlog.refresh()
 
     def _release_rest(self) -> None:
@@ -401,7 +403,7 @@ class UploadWorker:
                 return
             report = verify(self._remote, entry.folder)
             if report.ok:
-                self.chores.release(entry.folder)
+                self.chores.delete_local_copy(entry.folder)
             else:
                 text = f"{entry.folder} stays in the local tier: {report.problems[0]}"
                 self._emit_remote("warning", text, step=entry.step, folder=entry.folder)
@@ -461,7 +463,7 @@ class UploadWorker:
 
     # Failures
 
-    def _fail(self, error: BaseException, entry: Entry | None) -> None:
+    def _handle_upload_failure(self, error: BaseException, entry: Entry | None) -> None:
         """Log an upload failure, pause, and request a retry."""
         if isinstance(error, OutcomeUnknown | DeadlineExceeded):
             self._owner.remote_is_clean = False
@@ -483,9 +485,9 @@ class UploadWorker:
         self._must_retry = True
         self.background.sleep(pause_s)
 
-    def _refuse(self, entry: Entry, error: HoldfastError) -> None:
+    def _give_up_upload(self, entry: Entry, error: HoldfastError) -> None:
         """Give up a checkpoint that can never be uploaded; keep the local copy for the user."""
-        self.backlog.refuse(entry)
+        self.backlog.skip_upload(entry)
         text = f"{entry.folder} cannot be sent: {error}"
         self._remember(text, error)
         self.failures.is_refusal = True
@@ -508,7 +510,7 @@ class UploadWorker:
 
     def _record_failure(self, entry: Entry | None, text: str, state: UploadState) -> None:
         if entry is not None:
-            self.backlog.note(entry, state, error=text)
+            self.backlog.record_upload_state(entry, state, error=text)
         self.backlog.note_tiers(epoch=self._remote_epoch, error=text)
 
     @property
@@ -516,7 +518,7 @@ class UploadWorker:
         claim = self._owner.remote_claim
         return None if claim is None else claim.epoch
 
-    def _forward(self, event: Event) -> None:
+    def _forward_event(self, event: Event) -> None:
         """Callback that forwards events of the remote tier's housekeeping."""
         if event.kind == "retracted":
             self.backlog.gone(str(event.fields.get("folder")))

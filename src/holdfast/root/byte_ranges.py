@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from holdfast.errors import CorruptData, MissingKey
 from holdfast.format import layout
-from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, split
+from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, list_blocks
 from holdfast.format.envelope import Visible, decode_visible
 from holdfast.format.index import decode_index
 from holdfast.format.layout import BLOCK_NBYTES
@@ -64,7 +64,7 @@ def groups_of(pieces: Sequence[FilePiece]) -> Iterator[PieceGroup]:
         yield PieceGroup(start=start, stop=stop, pieces=tuple(pieces[first : last + 1]))
 
 
-def length(entry: FileEntry) -> int:
+def get_stored_length(entry: FileEntry) -> int:
     """Return the length in bytes of a file as stored."""
     return entry.stored_nbytes
 
@@ -93,12 +93,12 @@ def pieces_of_sealed(
     """Divide an encrypted file into pieces, after checking the digest of the whole file.
 
     Only a digest of the whole file is recorded, so the caller reads all of it first: `digests` are
-    those of the blocks into which `format.blocks.split` splits it.
+    those of the blocks into which `format.blocks.list_blocks` splits it.
 
     Raises:
         CorruptData: they do not match the recorded digest; names `what`.
     """
-    spans = split(entry.nbytes)
+    spans = list_blocks(entry.nbytes)
     joined = b"".join(digests)
     if file_digest(entry.nbytes, joined) != entry.digest:
         raise CorruptData(f"{what}: not what was written")
@@ -119,7 +119,7 @@ def pieces_of(
     for name, entry in manifest.files.items():
         stored = index.stored.get(name)
         if stored is None:
-            pieces[name] = _pieces(split(entry.nbytes, index.block_nbytes), digests[name])
+            pieces[name] = _pieces(list_blocks(entry.nbytes, index.block_nbytes), digests[name])
         else:
             pieces[name] = _pieces(stored.spans(), stored.digests)
     return pieces

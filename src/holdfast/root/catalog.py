@@ -139,7 +139,7 @@ class Catalog:
         """The newest epoch without a commit whose claim `lineage` could not read; otherwise 0."""
         self._fresh_epoch = 0
 
-    def home(self, folder: str) -> Store:
+    def find_store(self, folder: str) -> Store:
         """Return the store that a checkpoint is read from: one of the tiers, if there are two."""
         return self.store
 
@@ -164,7 +164,7 @@ class Catalog:
         """List every attempt, newest first, from the folder names alone; clears caches."""
         self._clear_caches()
         names = self.store.children()
-        known_ended(self.store).take(self.store, names)
+        known_ended(self.store).read_new_records(self.store, names)
         parsed = (layout.parse_attempt(name[:-1]) for name in names if name.endswith("/"))
         return tuple(sorted((name for name in parsed if name is not None), reverse=True))
 
@@ -207,11 +207,13 @@ class Catalog:
         return is_made or holds_own_files(self.store, str(name))
 
     def _read_own(self, folder: str) -> Register | None:
-        register = self._register(folder)
+        register = self._read_register(folder)
         name = layout.parse_attempt(folder) if register is None else None
         why = self._evidence().of_commit(name) if name is not None else ""
         if why:
-            register = self._register(folder)  # it may have been put since, before those records
+            register = self._read_register(
+                folder
+            )  # it may have been put since, before those records
             if register is None:
                 raise CorruptData(
                     f"{self.store.url}/{folder}/{layout.MANIFEST} is missing, though it was "
@@ -221,13 +223,13 @@ class Catalog:
                 )
         return register
 
-    def _register(self, folder: str) -> Register | None:
+    def _read_register(self, folder: str) -> Register | None:
         key = f"{folder}/{layout.MANIFEST}"
         register = read_if_there(self.store, key, decode_register, max_nbytes=MAX_MANIFEST_NBYTES)
         if isinstance(register, Manifest):
             _check_place(register, folder)
         elif register is not None:
-            known_ended(self.store).note(folder, register)
+            known_ended(self.store).add_attempt(folder, register)
         return register
 
     def expect_own(self, manifest: Manifest, folder: str) -> None:
@@ -248,7 +250,7 @@ class Catalog:
 
     def marks(self, folder: str) -> Marks:
         """Read the marks of a checkpoint from its sidecar files; damaged ones are skipped."""
-        return self._marks(folder, self.home(folder).children(folder))
+        return self._marks(folder, self.find_store(folder).children(folder))
 
     def _marks(self, folder: str, names: tuple[str, ...]) -> Marks:
         notes, number = self._newest_notes(folder, names)
@@ -269,7 +271,7 @@ class Catalog:
         return tuple(
             mark
             for name, mark in marks.items()
-            if mark is not None and is_own_mark(self.home(folder), f"{folder}/{name}")
+            if mark is not None and is_own_mark(self.find_store(folder), f"{folder}/{name}")
         )
 
     def entry(
@@ -289,7 +291,7 @@ class Catalog:
         """
         folder = str(name)
         if known is not None:
-            names = names if names is not None else self.home(folder).children(folder)
+            names = names if names is not None else self.find_store(folder).children(folder)
             marks = self._marks(folder, names)
             # A deleter leaves its mark before the tombstone, and removes the index before the mark.
             if not marks.retired and {layout.MANIFEST, layout.INDEX} <= {*names}:
@@ -558,7 +560,7 @@ class Catalog:
         points = (claim.resumed_from for claim in claims if claim is not None and claim.rollback)
         return all(point is None or point.folder != entry.folder for point in points)
 
-    def resolve(self, which: str | int = "latest") -> Entry:
+    def find_checkpoint(self, which: str | int = "latest") -> Entry:
         """Find the checkpoint that `which` names in the current lineage.
 
         `which` is "latest" (see `newest`: if it is damaged, nothing older takes its place),
@@ -786,7 +788,7 @@ class Catalog:
             notes = None
             with suppress(FormatError):
                 key = f"{folder}/{layout.notes_name(number)}"
-                notes = read_if_there(self.home(folder), key, Notes.decode)
+                notes = read_if_there(self.find_store(folder), key, Notes.decode)
             if notes is not None:
                 is_newest = number == numbers[0]
                 return notes if is_newest else Notes(tags=notes.tags, pinned=True), numbers[0]
@@ -795,7 +797,7 @@ class Catalog:
     def _reasons(self, folder: str) -> tuple[str, ...]:
         try:
             key = f"{folder}/{layout.REJECTED}"
-            record = read_if_there(self.home(folder), key, Rejected.decode)
+            record = read_if_there(self.find_store(folder), key, Rejected.decode)
         except FormatError:
             record = None
         return record.reasons if record is not None else ("rejected",)

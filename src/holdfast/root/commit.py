@@ -70,7 +70,9 @@ class SaveAttempt:
         return f"{self.folder}/{layout.MANIFEST}"
 
 
-def begin(store: Store, *, label: str, epoch: int, nonce: str, sequence: int) -> SaveAttempt:
+def create_attempt(
+    store: Store, *, label: str, epoch: int, nonce: str, sequence: int
+) -> SaveAttempt:
     """Create the folder of a new attempt of the claim with this `epoch` and `nonce`.
 
     The first digits of the save id prove that; the others are random.
@@ -371,7 +373,7 @@ def name_latest(store: Store, folder: str | None) -> str:
     return ""
 
 
-def settle(store: Store, folder: str) -> None:
+def sync_checkpoint(store: Store, folder: str) -> None:
     """Fsync a checkpoint's folder and the root, before anything relies on it (rule 5)."""
     store.sync_folder(folder)
     store.sync_folder("")

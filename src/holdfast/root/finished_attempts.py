@@ -39,21 +39,21 @@ class EndedAttempts:
         """Whether a record in the store lists a folder as aborted or deleted."""
         return folder in self._listed
 
-    def note(self, folder: str, register: Aborted | Deleted) -> None:
+    def add_attempt(self, folder: str, register: Aborted | Deleted) -> None:
         """Add an attempt whose register was read as aborted or deleted."""
         (self.deleted if isinstance(register, Deleted) else self.aborted).add(folder)
 
-    def take(self, store: Store, names: Collection[str]) -> None:
+    def read_new_records(self, store: Store, names: Collection[str]) -> None:
         """Add what unread records among a root's `names` list; forget attempts without a folder."""
         # An upload may create such a folder again.
         for name in names:
             if layout.parse_ended(name) is not None and name not in self._read:
-                self._add(store, name)
+                self._add_record(store, name)
         there = {name.rstrip("/") for name in names}
         self.aborted, self.deleted = self.aborted & there, self.deleted & there
         self._listed &= there
 
-    def _add(self, store: Store, name: str) -> None:
+    def _add_record(self, store: Store, name: str) -> None:
         try:
             found = read_if_there(store, name, Ended.decode, max_nbytes=MAX_ENDED_NBYTES)
         except (FormatError, StoreError):
@@ -65,12 +65,12 @@ class EndedAttempts:
             self.deleted |= {*found.deleted} - latest
             self._listed |= {*found.aborted, *found.deleted} - latest
 
-    def write(self, store: Store, epoch: int, there: Iterable[str]) -> None:
+    def write_ended_record(self, store: Store, epoch: int, there: Iterable[str]) -> None:
         """Record which of `there` are aborted or deleted, if enough are new; remove old records."""
         here = {*there}
-        if len(self._unlisted(here)) < _WORTH_A_RECORD:
+        if len(self._find_unrecorded(here)) < _WORTH_A_RECORD:
             return
-        for folder in self._unlisted(here):
+        for folder in self._find_unrecorded(here):
             store.sync_folder(folder)
         aborted, deleted = sorted(self.aborted & here), sorted(self.deleted & here)
         record = Ended(
@@ -86,14 +86,14 @@ class EndedAttempts:
             if number is not None and number < epoch and _is_record(store, name):
                 store.delete(name)
 
-    def forget(self, store: Store) -> None:
+    def clear_records(self, store: Store) -> None:
         """Clear this cache and delete its records, after one wrongly listed a checkpoint."""
         self.aborted, self.deleted, self._listed = set(), set(), frozenset()
         for name in store.children():
             if layout.parse_ended(name) is not None and _is_record(store, name):
                 store.delete(name)
 
-    def _unlisted(self, here: set[str]) -> set[str]:
+    def _find_unrecorded(self, here: set[str]) -> set[str]:
         return ((self.aborted | self.deleted) & here) - self._listed
 
 

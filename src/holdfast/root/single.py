@@ -46,7 +46,7 @@ class SingleCheckpoint(WrappedStore):
             return (f"{self._folder}/", f"{layout.WRITERS}/")
         if folder == layout.WRITERS:
             return self._claims
-        return self._names if folder == self._folder else ()
+        return self._object_names if folder == self._folder else ()
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -106,16 +106,16 @@ class SingleCheckpoint(WrappedStore):
         return tuple(key.partition("/")[2] for key in keys if self._is_there(key))
 
     @cached_property
-    def _names(self) -> tuple[str, ...]:
-        files = self._files()
-        found = [*files, *self._found([layout.REJECTED])]
-        found += self._found(map(layout.notes_name, count(1)))
+    def _object_names(self) -> tuple[str, ...]:
+        files = self._list_files()
+        found = [*files, *self._find_existing([layout.REJECTED])]
+        found += self._find_existing(map(layout.notes_name, count(1)))
         if any(map(layout.is_stored_name, files)):
             boxes = map(layout.keys_name, range(1, layout.MAX_BOX_NUMBER))
-            found += self._found(boxes, gap=_MAX_GAP)
+            found += self._find_existing(boxes, gap=_MAX_GAP)
         return tuple(sorted(found))
 
-    def _found(self, names: Iterable[str], *, gap: int = 1) -> Iterator[str]:
+    def _find_existing(self, names: Iterable[str], *, gap: int = 1) -> Iterator[str]:
         """Yield those that exist, up to `gap` names in a row that do not."""
         num_missing = 0
         for name in names:
@@ -139,7 +139,7 @@ class SingleCheckpoint(WrappedStore):
             )
         return True
 
-    def _files(self) -> tuple[str, ...]:
+    def _list_files(self) -> tuple[str, ...]:
         """Names of the manifest and its files; of the manifest alone if it is damaged or ended."""
         key = f"{self._folder}/{layout.MANIFEST}"
         try:

@@ -25,14 +25,14 @@ class Ledger:
 
     def waiting(self) -> dict[str, UploadRecord | None]:
         """Read the notes, as `notes` does, but only on checkpoints that are not yet uploaded."""
-        notes = self.notes().items()
+        notes = self.read_notes().items()
         return {name: note for name, note in notes if note is None or note.state != "uploaded"}
 
-    def notes(self) -> dict[str, UploadRecord | None]:
+    def read_notes(self) -> dict[str, UploadRecord | None]:
         """Read all notes: folder → its note, oldest first; None for a damaged note."""
         names = map(layout.parse_upload, self._local.children(layout.UPLOADS))
         folders = [str(name) for name in sorted(name for name in names if name is not None)]
-        found = ((folder, self._read(folder)) for folder in folders)
+        found = ((folder, self._read_upload_record(folder)) for folder in folders)
         return {folder: note for folder, (exists, note) in found if exists}
 
     def tiers(self) -> TiersRecord | None:
@@ -42,11 +42,11 @@ class Ledger:
         except FormatError:
             return None
 
-    def note(self, folder: str, record: UploadRecord) -> None:
+    def put_note(self, folder: str, record: UploadRecord) -> None:
         """Put or replace the note on the upload of a checkpoint."""
-        self._put(layout.upload_key(folder), record.encode())
+        self._put_record(layout.upload_key(folder), record.encode())
 
-    def forget(self, folder: str) -> None:
+    def remove_note(self, folder: str) -> None:
         """Remove the note on a checkpoint that will not be uploaded, or has no local copy."""
         key = layout.upload_key(folder)
         if not is_of_others(self._local, key):
@@ -54,9 +54,9 @@ class Ledger:
 
     def note_tiers(self, record: TiersRecord) -> None:
         """Put or replace the record of the remote tier of this root."""
-        self._put(layout.TIERS, record.encode())
+        self._put_record(layout.TIERS, record.encode())
 
-    def _put(self, key: str, data: bytes) -> None:
+    def _put_record(self, key: str, data: bytes) -> None:
         self._local.make_folder(layout.UPLOADS)
         if is_of_others(self._local, key):
             raise StoreError(
@@ -65,7 +65,7 @@ class Ledger:
             )
         self._local.put(key, data)
 
-    def _read(self, folder: str) -> tuple[bool, UploadRecord | None]:
+    def _read_upload_record(self, folder: str) -> tuple[bool, UploadRecord | None]:
         try:
             record = read_if_there(self._local, layout.upload_key(folder), UploadRecord.decode)
         except FormatError:

@@ -38,7 +38,7 @@ _ALIKE = frozenset(
 """Arguments of loads that must be equal on all ranks."""
 
 
-def counted(kind: Kind) -> Callable[[F], F]:
+def count_calls(kind: Kind) -> Callable[[F], F]:
     """Decorator of a manager's method: its calls count on this rank, also if they raise at once.
 
     A call while another thread is in one raises `ManagerUnusable`: both would claim the run.
@@ -81,7 +81,7 @@ class Calls:
         self._applying = applying
 
     @classmethod
-    def of(
+    def make_counter(
         cls,
         ranks: Coordinator,
         together: DistributedSaves,
@@ -120,10 +120,12 @@ def _arguments(method: Callable[..., Any], *args: Any, **named: Any) -> dict[str
     except TypeError:
         return {}  # the call raises it
     bound.apply_defaults()
-    return {name: _text(value) for name, value in bound.arguments.items() if name in _ALIKE}
+    return {
+        name: _format_argument(value) for name, value in bound.arguments.items() if name in _ALIKE
+    }
 
 
-def _text(value: object) -> str:
+def _format_argument(value: object) -> str:
     if isinstance(value, list | tuple | set | frozenset):
         return repr(sorted(map(str, value)))
     if isinstance(value, Mapping):  # in any order, as of a comprehension over a set

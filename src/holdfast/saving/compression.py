@@ -145,7 +145,7 @@ class Chooser:
         self._plain_s_per_byte = 0.0
         self._num_saves = 0
 
-    def begin(self) -> None:
+    def discard_samples(self) -> None:
         """Prepare for a save: discard the previous save's samples."""
         self._samples.clear()
         self._is_plain = self._num_saves == 0
@@ -172,7 +172,7 @@ class Chooser:
 
         return take_sample
 
-    def learn(self, nbytes: int, spent_s: float, store: Throughput) -> None:
+    def record_save(self, nbytes: int, spent_s: float, store: Throughput) -> None:
         """Record size and time of a committed save; choose codecs if it was uncompressed."""
         if not self._components or nbytes < MIN_NBYTES:
             return
@@ -183,10 +183,10 @@ class Chooser:
                 self._turn_off(s_per_byte)
         elif store.bytes_per_s is not None:
             self._num_saves, self._plain_s_per_byte = 1, s_per_byte
-            self._choose(store.bytes_per_s)
+            self._choose_codecs(store.bytes_per_s)
         self._samples.clear()
 
-    def _choose(self, store_bytes_per_s: float) -> None:
+    def _choose_codecs(self, store_bytes_per_s: float) -> None:
         before = self._chosen
         # Training runs beside the save, and leaves it about a quarter of the cores.
         num_threads = max(num_cores() // 4, 1)
@@ -203,9 +203,9 @@ class Chooser:
                 found[component] = trial
         self._chosen = {name: trial.compression for name, trial in found.items()}
         if self._chosen != before:
-            self._report(found, store_bytes_per_s)
+            self._report_choice(found, store_bytes_per_s)
 
-    def _report(self, found: dict[str, CodecTrial], store_bytes_per_s: float) -> None:
+    def _report_choice(self, found: dict[str, CodecTrial], store_bytes_per_s: float) -> None:
         words = [
             f"{name} by {trial.compression} to {trial.ratio:.0%}" for name, trial in found.items()
         ]
@@ -242,7 +242,7 @@ def check_choices(asked: Compress) -> None:
         _compression(choice)
 
 
-def choices(asked: Compress, components: Collection[str]) -> dict[str, Compression | Auto]:
+def resolve_compress(asked: Compress, components: Collection[str]) -> dict[str, Compression | Auto]:
     """Resolve a `compress` option into the compression of each compressed component."""
     if not isinstance(asked, Mapping):
         asked = dict.fromkeys(components, asked)
@@ -273,25 +273,25 @@ class Compressing:
         self._emit = emit
         self._chooser = Chooser(chosen.keys() - self._fixed.keys(), emit)
         self._is_settled = False
-        self.begin()
+        self.prepare_save()
 
-    def begin(self) -> None:
+    def prepare_save(self) -> None:
         """Prepare for a save; after a failed one, replace buffers that threads may still use."""
         self.store = Throughput()
         if not self._is_settled:
             self.pieces = Pieces()
         self._is_settled = False
         self._written: tuple[int, float] | None = None
-        self._chooser.begin()
+        self._chooser.discard_samples()
 
     def of_tensors(self, file: TensorFile) -> Encoding | None:
         """Return the encoding of a tensor file; None: it is not compressed."""
-        compression = self._of(component_of(file.name))
+        compression = self._get_compression(component_of(file.name))
         return None if compression is None else Encoding(compression, item_sizes(file))
 
     def of_tree(self, component: str, nbytes: int) -> Encoding | None:
         """Return the encoding of a component's tree; None: it is not compressed."""
-        compression = self._of(component)
+        compression = self._get_compression(component)
         if compression is None or nbytes < MIN_TREE_NBYTES:
             return None
         return Encoding(compression, [1] * num_blocks(nbytes))
@@ -300,22 +300,22 @@ class Compressing:
         """Return a callback that samples blocks of an uncompressed file; None: not needed."""
         return self._chooser.observer(component_of(file.name), item_sizes(file))
 
-    def committed(self, nbytes: int, spent_s: float) -> None:
+    def record_commit(self, nbytes: int, spent_s: float) -> None:
         """Record the uncompressed bytes and the seconds of a committed save, for `learn`."""
         self._written = (nbytes, spent_s)
         self._is_settled = True
 
-    def learn(self) -> None:
+    def choose_codecs(self) -> None:
         """Choose compressions for "auto" after a committed save, by trial encoding; slow."""
         if self._written is None:
             return
         try:
-            self._chooser.learn(*self._written, self.store)
+            self._chooser.record_save(*self._written, self.store)
         except Exception as error:  # noqa: BLE001 - it is logged, and the commit stands
             self._emit("warning", f"what was to be chosen for compression was not: {error!r}")
         self._written = None
 
-    def _of(self, component: str) -> Compression | None:
+    def _get_compression(self, component: str) -> Compression | None:
         return self._fixed.get(component) or self._chooser.compression(component)
 
 

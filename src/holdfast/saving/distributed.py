@@ -37,7 +37,7 @@ from holdfast.format import blocks, layout
 from holdfast.format.manifest import Aborted, Manifest
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
-from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, RankFailure, decoded
+from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, RankFailure, decode_message
 from holdfast.ranks.waiting import Watch
 from holdfast.results import Phase
 from holdfast.root.catalog import Catalog
@@ -56,7 +56,7 @@ from holdfast.saving.shard_plan import (
     digest_column,
 )
 from holdfast.staging.interfaces import Staged
-from holdfast.state.capture.byrank import difference, joined
+from holdfast.state.capture.byrank import difference, join_rank_trees
 from holdfast.state.capture.capture import Captured
 from holdfast.state.planning.joining import JOINED, join_by_name
 from holdfast.state.samples import has_name, synchronized_names
@@ -210,7 +210,7 @@ class _RanksSave(SaveParticipant):
         return f"{self._name}, {part}"
 
     @override
-    def note(
+    def note_arguments(
         self, tags: Sequence[str], metrics: Mapping[str, float], config: Mapping[str, str]
     ) -> None:
         self._call += (("tags", repr(sorted(tags))),)
@@ -218,7 +218,7 @@ class _RanksSave(SaveParticipant):
         if self._turn == 1:  # the script's settings are those of the whole run
             self._recorded |= {f"config[{name!r}]": text for name, text in config.items()}
 
-    def _begin(self) -> None:
+    def _start_deadline(self) -> None:
         """Begin the deadline, as the wait for the save before was not a part of this one."""
         why = self._together.miscounted
         if why is not None:
@@ -231,12 +231,12 @@ class _RanksSave(SaveParticipant):
     def _left_s(self) -> float:
         return max(self._end - time.monotonic(), 0.0)
 
-    def _watch(self, *, begins: bool) -> Watch:
+    def _make_watch(self, *, begins: bool) -> Watch:
         """Watch a wait for ranks; it `begins` the save if they may not have called it yet."""
         tag = self._tag("shares") if begins else None
         return Watch(self._together.warn, f"save of step {self._step}", tag)
 
-    def _share(self, captured: Captured) -> Share | Unchanged:
+    def _make_share(self, captured: Captured) -> Share | Unchanged:
         """Return this rank's share, or that it has not changed; sets what is known of it."""
         self._components, self._state = tuple(captured.components), captured.state
         known = self._together.known.get(self._components)
@@ -274,7 +274,7 @@ class _RanksSave(SaveParticipant):
         modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
         names = synchronized_names(modules)
         answer = _ValuesPost(
-            samples=tuple(map(self._samples.of, rows)),
+            samples=tuple(map(self._samples.get_sample, rows)),
             synchronized=tuple(has_name(self._own.name_of(row)[1], names) for row in rows),
         )
         self._post("values", answer)
@@ -292,13 +292,13 @@ class _RanksSave(SaveParticipant):
     def _files_post(
         self, files: Sequence[OwnFile], staged: Staged, trees: Mapping[str, bytes]
     ) -> _FilesPost:
-        written = self._own.written(staged.files)
+        written = self._own.locate_boxes(staged.files)
         columns = (written.row, written.file, written.start)
         row, file, start = (column.astype("<i8").tobytes() for column in columns)
         return _FilesPost(tuple(files), row, file, start, dict(trees))
 
     @override
-    def stand_on(self, folder: str) -> None:
+    def set_known_checkpoint(self, folder: str) -> None:
         self._standing = folder
 
     @override
@@ -327,7 +327,7 @@ class _RanksSave(SaveParticipant):
 
     def _own_part(self, captured: Captured) -> Captured:
         assert self._assignment is not None, "the plan is known"
-        return self._own.part(captured, self._assignment)
+        return self._own.select_written(captured, self._assignment)
 
     def _expect_same_part(self, assignment: Assignment) -> None:
         """Raise `RanksError` if this rank has staged by another plan."""
@@ -350,10 +350,10 @@ class _RanksSave(SaveParticipant):
         self._assignment, self._is_agreed = assignment, True
 
     @override
-    def fail(self, error: BaseException, phase: str) -> None:
+    def report_failure(self, error: BaseException, phase: str) -> None:
         self._together.known.pop(self._components, None)
-        self._together.learn(error, self._num_loads)
-        failure = RankFailure.of(error, phase=phase)
+        self._together.record_lost_count(error, self._num_loads)
+        failure = RankFailure.from_error(error, phase=phase)
         # Ranks that this does not reach learn it at the deadline, from the register.
         with suppress(HoldfastError):
             self._ranks.fail(self._tag(self._said), failure, timeout_s=_FAIL_S)
@@ -378,42 +378,42 @@ class LeadingSave(_RanksSave):
 
     @override
     def announce_wait(self) -> None:
-        self._announce(self._plan_part, _WaitNote())
+        self._announce_part(self._plan_part, _WaitNote())
         self._said = self._plan_part = _PLAN_AFTER_WAIT
 
     @override
     def propose(self, captured: Captured) -> None:
-        self._begin()
-        share = self._share(captured)
+        self._start_deadline()
+        share = self._make_share(captured)
         self._post("shares", share)
         if isinstance(share, Share):
             self._collect_shares()
 
     @override
-    def size(self, captured: Captured) -> SaveSize:
+    def estimate_size(self, captured: Captured) -> SaveSize:
         trees = sum(len(part.tree) for part in captured.components.values())
         plan = self._together.plans.get(self._components)
         if plan is None:
-            return super().size(captured)
+            return super().estimate_size(captured)
         nbytes = plan.nbytes + 2 * trees + 200 * plan.num_tensors
         num_files = plan.num_files + len(captured.components) + 2
         return SaveSize(nbytes=nbytes, num_files=num_files, of_ranks=plan.of_ranks)
 
     @override
-    def probe(self, folder: str) -> Sequence[ProbeResult]:
-        self._announce(self._plan_part, ProbeNote(folder))
+    def probe_followers(self, folder: str) -> Sequence[ProbeResult]:
+        self._announce_part(self._plan_part, ProbeNote(folder))
         self._said = self._plan_part = _PLAN_AFTER_PROBE
         self._post("probe", ProbeResult(host=""))
-        return self._collect("probe", ProbeResult)[1:]
+        return self._collect_posts("probe", ProbeResult)[1:]
 
     @override
-    def part(self, captured: Captured, owner: Ownership) -> Captured:
+    def select_own_part(self, captured: Captured, owner: Ownership) -> Captured:
         if self._assignment is None:
             self._announce_plan(owner)
         return self._own_part(captured)
 
     @override
-    def agree(self, owner: Ownership, phase: Phase) -> None:
+    def agree_on_plan(self, owner: Ownership, phase: Phase) -> None:
         if self._is_agreed:
             return
         phase.text = "waiting for the other ranks to begin"
@@ -423,7 +423,7 @@ class LeadingSave(_RanksSave):
         self._announce_plan(owner)
 
     @override
-    def is_unchanged(
+    def matches_checkpoint(
         self,
         staged: Staged,
         roots: Mapping[str, str],
@@ -431,7 +431,7 @@ class LeadingSave(_RanksSave):
     ) -> bool:
         own = self._comparison(staged, roots, recorded)
         self._post("comparison", own)
-        found: list[_Comparison] = self._collect("comparison", _Comparison)
+        found: list[_Comparison] = self._collect_posts("comparison", _Comparison)
         trees = [self._joined_digest(name, staged, found) for name in staged.kinds]
         files = [layout.tree_file(name) for name in staged.kinds]
         return (
@@ -450,30 +450,30 @@ class LeadingSave(_RanksSave):
         if len(trees) < len(found):
             return None  # that of one rank is in the checkpoint, and that of another is not
         try:
-            tree = self._join(name, staged, trees)
+            tree = self._join_trees(name, staged, trees)
         except UnsupportedState:
             return None
         return blocks.file_digest(len(tree), blocks.digest_blocks(tree))
 
     @override
-    def answer(self, *, is_unchanged: bool) -> None:
-        self._announce("comparison", _Verdict(is_unchanged))
+    def announce_verdict(self, *, is_unchanged: bool) -> None:
+        self._announce_part("comparison", _Verdict(is_unchanged))
         self._said = "folder"
 
     def announce_folder(self, attempt: SaveAttempt, trees: Mapping[str, bytes]) -> None:
         """Tell the followers where to write."""
         self._trees = trees
         digests = {name: blake3(tree).digest() for name, tree in trees.items()}
-        self._announce("folder", _FolderNote(attempt.folder, attempt.save_id, digests))
+        self._announce_part("folder", _FolderNote(attempt.folder, attempt.save_id, digests))
         self._said = "outcome"
 
-    def gather(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
+    def collect_written(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
         """Collect what all ranks have written, and join their trees."""
         self._post("files", self._files_post(files, staged, {}))
-        posts = self._collect("files", _FilesPost)
+        posts = self._collect_posts("files", _FilesPost)
         self._expect_own_names(posts)
         trees = {
-            name: self._join(
+            name: self._join_trees(
                 name, staged, [post.trees.get(name, self._trees[name]) for post in posts]
             )
             for name in staged.kinds
@@ -499,16 +499,18 @@ class LeadingSave(_RanksSave):
         """Tell the followers that the manifest was put."""
         # The checkpoint stands, whether or not they hear of it.
         with suppress(HoldfastError):
-            self._announce("outcome", _OutcomeNote(doubt=None))
+            self._announce_part("outcome", _OutcomeNote(doubt=None))
 
     @override
-    def fail(self, error: BaseException, phase: str) -> None:
+    def report_failure(self, error: BaseException, phase: str) -> None:
         if not self.is_in_doubt:
-            super().fail(error, phase)
+            super().report_failure(error, phase)
             return
         self._together.known.pop(self._components, None)
         with suppress(HoldfastError):
-            self._announce("outcome", _OutcomeNote(doubt=RankFailure.of(error, phase=phase)))
+            self._announce_part(
+                "outcome", _OutcomeNote(doubt=RankFailure.from_error(error, phase=phase))
+            )
 
     @override
     def _drop_posts(self) -> None:
@@ -517,14 +519,14 @@ class LeadingSave(_RanksSave):
             self._ranks.collect(self._tag(part), timeout_s=0.0)
 
     @staticmethod
-    def _join(name: str, staged: Staged, trees: Sequence[bytes]) -> bytes:
+    def _join_trees(name: str, staged: Staged, trees: Sequence[bytes]) -> bytes:
         """Join the trees of all ranks.
 
         Raises:
             UnsupportedState: they cannot be joined.
         """
         if name in staged.by_rank:
-            return joined(trees)
+            return join_rank_trees(trees)
         if staged.kinds[name] in JOINED:
             return join_by_name(name, staged.kinds[name], trees)
         odd = [rank for rank, tree in enumerate(trees) if tree != trees[LEADER]]
@@ -540,7 +542,7 @@ class LeadingSave(_RanksSave):
         raise UnsupportedState([(name, why)])
 
     def _collect_shares(self) -> None:
-        shares: list[Share | Unchanged] = self._collect("shares", Share | Unchanged)
+        shares: list[Share | Unchanged] = self._collect_posts("shares", Share | Unchanged)
         odd: dict[int, RankFailure] = {}
         for rank, share in enumerate(shares):
             theirs, ours = (
@@ -625,17 +627,17 @@ class LeadingSave(_RanksSave):
         if not asked:
             return
         odd: list[tuple[str, str]] = []
-        for one, (first, other) in zip(asked, self._values(asked), strict=True):
+        for one, (first, other) in zip(asked, self._ask_for_values(asked), strict=True):
             if one.is_buffer and first.synchronized[0]:
                 skipped.add(one.leaf[:2])
             else:
                 odd.append(one.explain(first.samples[0], other.samples[0], self._turn))
         if odd:
             path, reason = odd[0]
-            rest = [one.named for one in found[len(asked) :]]
+            rest = [one.path_and_ranks for one in found[len(asked) :]]
             raise UnsupportedState([(path, f"{reason}. {_EQUAL_ADVICE}"), *odd[1:], *rest])
 
-    def _values(self, asked: Sequence[Difference]) -> list[tuple[_ValuesPost, _ValuesPost]]:
+    def _ask_for_values(self, asked: Sequence[Difference]) -> list[tuple[_ValuesPost, _ValuesPost]]:
         """Ask the first two holders of each box for its values."""
         rows: dict[int, list[int]] = {}
         for one in asked:
@@ -643,10 +645,10 @@ class LeadingSave(_RanksSave):
                 rows.setdefault(rank, []).append(row)
         note = _ValuesNote({rank: tuple(of_rank) for rank, of_rank in rows.items()})
         self._uncollected.add("values")
-        self._announce(self._plan_part, note)
+        self._announce_part(self._plan_part, note)
         self._said = self._plan_part = _PLAN_AFTER_VALUES
         self._post_values(note)
-        posts: list[_ValuesPost] = self._collect("values", _ValuesPost)
+        posts: list[_ValuesPost] = self._collect_posts("values", _ValuesPost)
         answers = {
             (rank, row): _ValuesPost((posts[rank].samples[n],), (posts[rank].synchronized[n],))
             for rank, of_rank in rows.items()
@@ -661,7 +663,7 @@ class LeadingSave(_RanksSave):
         is_new = self._plan_is_new or known is None
         plan_id = os.urandom(16).hex() if is_new or known is None else known.plan_id
         assignment = self._plan.assignment
-        self._announce(
+        self._announce_part(
             self._plan_part,
             _PlanNote(
                 plan_id,
@@ -673,18 +675,18 @@ class LeadingSave(_RanksSave):
         self._know(plan_id, assignment)
         self._said = "folder"
 
-    def _announce(self, part: str, message: msgspec.Struct) -> None:
+    def _announce_part(self, part: str, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message)
         self._ranks.announce(self._tag(part), data, timeout_s=max(self._left_s(), _FAIL_S))
 
-    def _collect(self, part: str, kind: Any) -> list[Any]:
+    def _collect_posts(self, part: str, kind: Any) -> list[Any]:
         tag = self._tag(part)
         self._uncollected.discard(part)
-        watch = self._watch(begins=part == "shares")
+        watch = self._make_watch(begins=part == "shares")
         posts = self._ranks.collect(tag, timeout_s=self._left_s(), watch=watch).expect_all(
             f"{tag} (step {self._step})"
         )
-        return [decoded(post, kind, tag) for post in posts]
+        return [decode_message(post, kind, tag) for post in posts]
 
 
 class FollowingSave(_RanksSave):
@@ -692,25 +694,25 @@ class FollowingSave(_RanksSave):
 
     @override
     def propose(self, captured: Captured) -> None:
-        self._begin()
-        share = self._share(captured)
+        self._start_deadline()
+        share = self._make_share(captured)
         self._post("shares", share)
         self._said = "files"
 
     @override
-    def part(self, captured: Captured, owner: Ownership) -> Captured:
+    def select_own_part(self, captured: Captured, owner: Ownership) -> Captured:
         if self._assignment is None:
             self._hear_plan(owner)
         return self._own_part(captured)
 
     @override
-    def agree(self, owner: Ownership, phase: Phase) -> None:
+    def agree_on_plan(self, owner: Ownership, phase: Phase) -> None:
         if not self._is_agreed:
             phase.text = "waiting for the leader to begin"
             self._hear_plan(owner)
 
     @override
-    def is_unchanged(
+    def matches_checkpoint(
         self,
         staged: Staged,
         roots: Mapping[str, str],
@@ -718,12 +720,12 @@ class FollowingSave(_RanksSave):
     ) -> bool:
         self._post("comparison", self._comparison(staged, roots, recorded))
         self._said = "files"
-        return self._hear("comparison", _Verdict).is_unchanged
+        return self._receive_part("comparison", _Verdict).is_unchanged
 
     def hear_folder(self, phase: Phase) -> SaveAttempt:
         """Wait until the leader has made the folder."""
         phase.text = "waiting for the leader to make the folder"
-        note = self._hear("folder", _FolderNote)
+        note = self._receive_part("folder", _FolderNote)
         self._trees = note.trees
         name = layout.parse_attempt(note.folder)
         if name is None:
@@ -775,33 +777,35 @@ class FollowingSave(_RanksSave):
         tag = self._tag("outcome")
         try:
             heard = self._ranks.hear(
-                tag, timeout_s=self._left_s() + GRACE_S, watch=self._watch(begins=False)
+                tag, timeout_s=self._left_s() + GRACE_S, watch=self._make_watch(begins=False)
             )
         except RanksFailed:
             raise
         except RanksError as error:
             return error
-        note = decoded(heard, _OutcomeNote, tag)
+        note = decode_message(heard, _OutcomeNote, tag)
         return None if note.doubt is None else RanksFailed(tag, {LEADER: note.doubt})
 
     def _hear_plan(self, owner: Ownership) -> None:
         kind: Any = _PlanNote | ProbeNote | _ValuesNote | _WaitNote
-        note: _PlanNote | ProbeNote | _ValuesNote | _WaitNote = self._hear(self._plan_part, kind)
+        note: _PlanNote | ProbeNote | _ValuesNote | _WaitNote = self._receive_part(
+            self._plan_part, kind
+        )
         if isinstance(note, _WaitNote):
             self._plan_part = _PLAN_AFTER_WAIT
             self._end = time.monotonic() + 2 * self._together.timeout_s
-            note = self._hear(self._plan_part, kind)
+            note = self._receive_part(self._plan_part, kind)
             self._end = time.monotonic() + self._together.timeout_s
         if isinstance(note, _ValuesNote):
             said, self._said = self._said, "values"
             self._post_values(note)
             self._said, self._plan_part = said, _PLAN_AFTER_VALUES
-            note = self._hear(self._plan_part, kind)
+            note = self._receive_part(self._plan_part, kind)
         if isinstance(note, ProbeNote):
             said, self._said = self._said, "probe"
             self._post("probe", self._together.look(note.folder))
             self._said, self._plan_part = said, _PLAN_AFTER_PROBE
-            note = self._hear(self._plan_part, kind)
+            note = self._receive_part(self._plan_part, kind)
         assert isinstance(note, _PlanNote), "the leader waits, compares and probes once"
         self.compares = note.compares
         owner.adopt(note.claim)
@@ -818,11 +822,11 @@ class FollowingSave(_RanksSave):
             self._expect_same_part(note.assignment)
         self._know(note.plan_id, note.assignment)
 
-    def _hear(self, part: str, kind: type[T]) -> T:
+    def _receive_part(self, part: str, kind: type[T]) -> T:
         tag = self._tag(part)
-        watch = self._watch(begins=part == "plan")
+        watch = self._make_watch(begins=part == "plan")
         heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S, watch=watch)
-        return decoded(heard, kind, tag)
+        return decode_message(heard, kind, tag)
 
 
 class DistributedSaves:
@@ -836,8 +840,8 @@ class DistributedSaves:
     """Why some rank may number its saves otherwise than the others, until a load by all ranks;
     None: none does, as far as this rank knows."""
     _refused: BaseException | None = None
-    """Error of a `save` that raised on this rank before its step was recorded: this rank may
-    find other saves due than the others."""
+    """Error of a `start_joint_save` that raised on this rank before its step was recorded: this
+    rank may find other saves due than the others."""
 
     def __init__(
         self,
@@ -868,7 +872,7 @@ class DistributedSaves:
         """The leader's: component and key of buffers that DDP copies from rank 0 to all others."""
         self._manager = ranks.number()
 
-    def save(self, step: int, *call: object) -> SaveParticipant:
+    def start_joint_save(self, step: int, *call: object) -> SaveParticipant:
         """Begin a save; all ranks begin their n-th at the same point of the program.
 
         `call` has the class of the save, and `epoch`, `cycle`, `samples` and `tokens`.
@@ -895,7 +899,7 @@ class DistributedSaves:
         self._count = 0
         self.miscounted = self._refused = None
 
-    def learn(self, error: BaseException, num_loads: int) -> None:
+    def record_lost_count(self, error: BaseException, num_loads: int) -> None:
         """Record that a rank has lost count, if a save after `num_loads` loads failed for that.
 
         That rank may raise again and again. Nobody may then wait for its part in later saves.
@@ -915,7 +919,7 @@ class DistributedSaves:
         except BaseException as error:
             if self._count == before:
                 self._refused = error
-                self.save(-1).fail(error, "calling save")
+                self.start_joint_save(-1).report_failure(error, "calling save")
             raise
 
     def know_due(self, is_due: bool) -> None:
@@ -934,11 +938,11 @@ class DistributedSaves:
             if not self._is_due_known:
                 self._lose_count(error, _MISCOUNTED)
             elif self._is_due_known and self._is_due and self._count == before:
-                self.save(-1).fail(error, "maybe_save, with a save due")
+                self.start_joint_save(-1).report_failure(error, "maybe_save, with a save due")
             raise
 
     def _lose_count(self, error: BaseException, phase: str) -> None:
         """Record, and tell the others, that this rank may number its saves otherwise than they."""
         if self.miscounted is None:
             self.miscounted = f"rank {self.ranks.rank} raised {error!r} in {phase}"
-            self.save(-1).fail(error, phase)
+            self.start_joint_save(-1).report_failure(error, phase)

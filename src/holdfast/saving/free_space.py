@@ -54,7 +54,8 @@ def lack_of_room(
             had * of_part // max(of_one, 1)
             for had, of_part, of_one in zip(held, part, one, strict=True)
         ]
-        what = f"{nbytes} bytes in {files} files of {_named(room.ranks)}, and {kept} kept beside"
+        ranks = _format_ranks(room.ranks)
+        what = f"{nbytes} bytes in {files} files of {ranks}, and {kept} kept beside"
         yield from _lacking(f"{store.url} on {there}", room, part, kept, freed, what)
 
 
@@ -66,7 +67,7 @@ class _Room:
     nbytes: int | None = None
     inodes: int | None = None
 
-    def add(self, rank: int, nbytes: int | None, inodes: int | None) -> None:
+    def add_rank(self, rank: int, nbytes: int | None, inodes: int | None) -> None:
         """Add a rank; of several numbers for one file system the least counts."""
         self.ranks.append(rank)
         self.nbytes = _least([self.nbytes, nbytes])
@@ -78,7 +79,7 @@ def _rooms(own: FreeSpace, looks: Sequence[ProbeResult]) -> dict[tuple[str, str]
     rooms = {(socket.gethostname(), own.file_system): _Room([LEADER], own.nbytes, own.inodes)}
     for rank, found in enumerate(looks, start=1):
         room = rooms.setdefault((found.host, found.file_system), _Room())
-        room.add(rank, found.free_nbytes, found.free_inodes)
+        room.add_rank(rank, found.free_nbytes, found.free_inodes)
     return rooms
 
 
@@ -107,7 +108,7 @@ def _lacking(
             yield f"room: {where} needs {needed} more {unit} ({saves}); {left} are free"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:10])) + (f" and {len(ranks) - 10} more" * (len(ranks) > 10))
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 

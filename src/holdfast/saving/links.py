@@ -17,7 +17,7 @@ from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.loading.block_reader import FileBlocks, read_block
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store, is_one_file
-from holdfast.threads.buffers import take
+from holdfast.threads.buffers import allocate_pages
 
 _MOST_REMEMBERED = 16
 _MIN_SHARED_NBYTES = 1 << 20
@@ -81,7 +81,7 @@ class Links:
         self._newest: _Kind | None = None
         self._linked: dict[str, _Origin] = {}
 
-    def begin(
+    def prepare_links(
         self, components: Iterable[str], *, is_healthy: bool, resumed_from: str | None
     ) -> None:
         """Begin a save of these components, in a run that resumed from folder `resumed_from`."""
@@ -103,7 +103,9 @@ class Links:
         origin = self._source.get(name)
         return origin is not None and origin.entry.nbytes == nbytes and self._is_large(origin)
 
-    def link(self, name: str, folder: str, entry: FileEntry, digests: bytes) -> Linked | None:
+    def link_earlier_file(
+        self, name: str, folder: str, entry: FileEntry, digests: bytes
+    ) -> Linked | None:
         """Link the earlier file into `folder`, if its plain bytes are those of `entry`.
 
         It is verified first, and keeps its compression. If the result is None, the file has to be
@@ -140,7 +142,7 @@ class Links:
             if name in files and self._is_large(files[name]):
                 self._verified(files, name, known)
 
-    def committed(
+    def record_linkable_files(
         self,
         folder: str,
         manifest: Manifest,
@@ -236,8 +238,10 @@ class Links:
         if origin.stored is not None:
             file = file.made_by(origin.entry, origin.stored)
         store, nbytes = self._store.uncached(), origin.entry.nbytes
-        buffer = memoryview(take(min(nbytes, BLOCK_NBYTES)))  # page-aligned for direct reads
-        for number, (start, stop) in enumerate(blocks.split(nbytes)):
+        buffer = memoryview(
+            allocate_pages(min(nbytes, BLOCK_NBYTES))
+        )  # page-aligned for direct reads
+        for number, (start, stop) in enumerate(blocks.list_blocks(nbytes)):
             fault = read_block(store, file, number, buffer[: stop - start])
             if fault:
                 return f"block {number} {fault}"

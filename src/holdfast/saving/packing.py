@@ -16,7 +16,7 @@ from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.base import Buffer
-from holdfast.threads.buffers import take
+from holdfast.threads.buffers import allocate_pages
 
 NUM_PIECES = 9
 """Pieces in the pool: one that is being filled, and one for each writer."""
@@ -30,16 +30,16 @@ class Pieces:
         for _ in range(num_pieces):
             self._free.put(None)
 
-    def take(self, timeout_s: float) -> memoryview:
+    def acquire_buffer(self, timeout_s: float) -> memoryview:
         """Take a free, page-aligned buffer from the pool; the caller gives it back."""
         try:
-            return self._free.get(timeout=timeout_s) or memoryview(take(BLOCK_NBYTES))
+            return self._free.get(timeout=timeout_s) or memoryview(allocate_pages(BLOCK_NBYTES))
         except Empty:
             raise DeadlineExceeded(
                 f"memory for stored blocks: no piece was written within {time_limit(timeout_s)}"
             ) from None
 
-    def give_back(self, piece: memoryview) -> None:
+    def release_buffer(self, piece: memoryview) -> None:
         """Return a buffer to the pool."""
         self._free.put(piece)
 
@@ -68,27 +68,27 @@ class Packer:
         self._lengths: list[int] = []
         self._digests: list[bytes] = []
 
-    def add(self, block: Encoded) -> None:
+    def append_block(self, block: Encoded) -> None:
         """Append the next block; each full piece is passed to `send`."""
         data = memoryview(block.data)
         self._lengths.append(data.nbytes)
         self._digests.append(block.digest)
         while data.nbytes:
             if self._piece is None:
-                self._piece = self._pieces.take(self._timeout_s)
+                self._piece = self._pieces.acquire_buffer(self._timeout_s)
             part = data[: BLOCK_NBYTES - self._used]
-            _copy(self._piece[self._used : self._used + part.nbytes], part)
+            _copy_memory(self._piece[self._used : self._used + part.nbytes], part)
             self._used += part.nbytes
             data = data[part.nbytes :]
             if self._used == BLOCK_NBYTES:
                 self._flush()
 
-    def end(self) -> None:
+    def send_rest(self) -> None:
         """Pass the last piece, which may be partly filled, to `send`."""
         self._flush()
 
     @property
-    def blocks(self) -> StoredBlocks:
+    def packed_blocks(self) -> StoredBlocks:
         """Lengths and digests of the blocks packed so far."""
         return StoredBlocks(tuple(self._lengths), b"".join(self._digests))
 
@@ -100,6 +100,6 @@ class Packer:
             self._start += used
 
 
-def _copy(target: memoryview, source: memoryview) -> None:
+def _copy_memory(target: memoryview, source: memoryview) -> None:
     # NumPy lets other threads run meanwhile, which assigning to a memoryview does not.
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -71,9 +71,9 @@ class SaveParticipant:
         trace: TracebackType | None,
     ) -> None:
         if error is not None and not self.is_under_way:
-            self.fail(error, "preparing the save")
+            self.report_failure(error, "preparing the save")
 
-    def note(
+    def note_arguments(
         self, tags: Sequence[str], metrics: Mapping[str, float], config: Mapping[str, str]
     ) -> None:
         """Note arguments of the save, for the leader to compare with those of the other ranks."""
@@ -93,31 +93,31 @@ class SaveParticipant:
         if partial:
             raise UnsupportedState(partial)
 
-    def size(self, captured: Captured) -> SaveSize:
+    def estimate_size(self, captured: Captured) -> SaveSize:
         """Return about how many bytes and files the save will have."""
         specs = [spec for part in captured.components.values() for spec in part.specs]
         trees = sum(len(part.tree) for part in captured.components.values())
         nbytes = sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs)
         return SaveSize(nbytes=nbytes, num_files=2 * len(captured.components) + 2)
 
-    def probe(self, folder: str) -> Sequence[ProbeResult]:
+    def probe_followers(self, folder: str) -> Sequence[ProbeResult]:
         """Let the followers try the root, in a scratch folder; return what each has found."""
         return ()
 
-    def part(self, captured: Captured, owner: Ownership) -> Captured:
+    def select_own_part(self, captured: Captured, owner: Ownership) -> Captured:
         """Return what this rank writes of a captured state; a follower learns of the claim."""
         return captured
 
-    def agree(self, owner: Ownership, phase: Phase) -> None:
+    def agree_on_plan(self, owner: Ownership, phase: Phase) -> None:
         """End the agreement on the plan, if it is left to the background."""
 
-    def stand_on(self, folder: str) -> None:
+    def set_known_checkpoint(self, folder: str) -> None:
         """Say which checkpoint of this step this rank knows, before it shares what it holds."""
 
     def begin_to_compare(self) -> None:
         """Begin to compare the save with the checkpoint of its step, on all ranks."""
 
-    def is_unchanged(
+    def matches_checkpoint(
         self,
         staged: Staged,
         roots: Mapping[str, str],
@@ -132,8 +132,8 @@ class SaveParticipant:
         """
         return roots == recorded
 
-    def answer(self, *, is_unchanged: bool) -> None:
+    def announce_verdict(self, *, is_unchanged: bool) -> None:
         """Tell the followers what `is_unchanged` returns to them."""
 
-    def fail(self, error: BaseException, phase: str) -> None:
+    def report_failure(self, error: BaseException, phase: str) -> None:
         """Tell the other ranks that this one failed; they fail too."""

@@ -51,24 +51,24 @@ class PositionChecks:
         """Step of a save until which nothing was taken from any loader."""
         self._is_watching = True
 
-    def start(self, step: int) -> None:
+    def start_counting(self, step: int) -> None:
         """Count steps from `step`, whose state was loaded."""
         self._has_begun, self._unmoved_at = False, None
         for check in self._checks:
-            check.start(step)
+            check.start_counting(step)
 
-    def begin_step(self, step: int) -> None:
+    def note_first_step(self, step: int) -> None:
         """Note the first step that is reported."""
         if not self._has_begun:
             for check in self._checks:
-                check.begin(step)
+                check.note_step_start(step)
         self._has_begun = True
 
-    def look(self, step: int) -> Iterator[str]:
+    def check_positions(self, step: int) -> Iterator[str]:
         """Yield warnings, each once."""
-        self.begin_step(step)
+        self.note_first_step(step)
         for check in self._checks:
-            yield from check.look(step)
+            yield from check.check_position(step)
         if self._is_watching:
             yield from self._find_unmoved(step)
 
@@ -99,7 +99,7 @@ class _Check:
         self._last: tuple[int, int] | None = None
         self._is_counting = self._is_watching = True
 
-    def start(self, step: int) -> None:
+    def start_counting(self, step: int) -> None:
         self._taking, self._base = self._loader.batches_taken, self._loader.batches_taken.num_taken
         self._first, self._last = step, None
 
@@ -109,13 +109,13 @@ class _Check:
         taking = self._loader.batches_taken
         return taking is not self._taking or taking.has_begun
 
-    def begin(self, step: int) -> None:
+    def note_step_start(self, step: int) -> None:
         taken = self._loader.batches_taken.num_taken - self._base
         if step == self._first and taken > 0:
             self._first -= 1  # the script counts its steps from zero
         self._begun = step - self._first, taken
 
-    def look(self, step: int) -> Iterator[str]:
+    def check_position(self, step: int) -> Iterator[str]:
         taking = self._loader.batches_taken
         if self._is_watching and taking.num_evaluated:
             self._is_watching = False
@@ -127,9 +127,9 @@ class _Check:
         if taking is not self._taking or taking.is_interrupted:
             self._is_counting = False  # its position was loaded, or batches were left out
         if self._is_counting:
-            yield from self._compare(step - self._first, taking)
+            yield from self._compare_taken(step - self._first, taking)
 
-    def _compare(self, steps: int, taking: TakenBatches) -> Iterator[str]:
+    def _compare_taken(self, steps: int, taking: TakenBatches) -> Iterator[str]:
         """Compare the batches of a step, by two saves, with all that was taken."""
         taken = taking.num_taken - self._base
         last, self._last = self._last, (steps, taken)

@@ -37,7 +37,7 @@ class ProgressClock:
         self._started = time.monotonic()
 
     @property
-    def step(self) -> int:
+    def newest_step(self) -> int:
         """The newest step that was given to `now` or resumed."""
         return 0 if self._before is None else self._before.step
 
@@ -77,7 +77,7 @@ class ProgressClock:
         if self._before is not None and not self._has_warned:
             self._warn_if_less(self._before, now)
         self._before, self.unsaved = now, step
-        return self._odometer.look(now)
+        return self._odometer.count_within_rounds(now)
 
     def _warn_if_less(self, before: Timestamp, now: Timestamp) -> None:
         """Warn, once, if a counter decreased: each must be a total over the whole run."""
@@ -91,16 +91,16 @@ class ProgressClock:
                     "counting from the value that resume() returns, over all epochs",
                 )
 
-    def stand_on(self, entry: Entry) -> None:
+    def continue_from_entry(self, entry: Entry) -> None:
         """Continue counters, training time and save intervals from a checkpoint."""
         now = entry.manifest.timestamp
-        self._odometer.stand_on(now)
+        self._odometer.restore_counts(now)
         self._continue_from(now, (save.manifest for save in self._saves_up_to(entry)))
 
     def count_from(self, now: Timestamp) -> None:
         """Continue counters and training time from `now`, with no earlier saves in this root."""
         if now.step:  # at step 0 the new odometer is right already
-            self._odometer.stand_on(now)
+            self._odometer.restore_counts(now)
         self._continue_from(now, ())
 
     def loaded(self) -> None:
@@ -110,7 +110,7 @@ class ProgressClock:
 
     def _continue_from(self, now: Timestamp, saves: Iterable[Manifest]) -> None:
         self._before, self.unsaved = now, None
-        self._schedule.stand_on(now, saves)
+        self._schedule.resume_schedule(now, saves)
         self._wall_before_s, self._started = now.wall_s, time.monotonic()
 
     def _saves_up_to(self, entry: Entry) -> Iterable[Entry]:

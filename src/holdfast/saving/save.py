@@ -43,8 +43,8 @@ from holdfast.results import Phase
 from holdfast.root.commit import (
     SaveAttempt,
     abandon,
-    begin,
     commit,
+    create_attempt,
     mark_aborted,
     remove_files,
 )
@@ -89,7 +89,8 @@ class SaveRequest:
 def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
     """Compute the block digests of every file of a save except the index, by file name."""
     digests = {
-        known.file.name: staged.digest(known, workers, timeout_s) for known in staged.all_files
+        known.file.name: staged.compute_digests(known, workers, timeout_s)
+        for known in staged.all_files
     }
     for component, tree in staged.trees.items():
         digests[layout.tree_file(component)] = blocks.digest_blocks(tree)
@@ -129,11 +130,11 @@ def write(
     """
     leading, following = _among_ranks(joint)
     if following is not None:
-        return _follow(tools, staged, request, following, phase, overlapped)
+        return _write_as_follower(tools, staged, request, following, phase, overlapped)
     store = tools.store
     phase.text = "making the folder"
     expect_claim(store, request.claim)
-    attempt = begin(
+    attempt = create_attempt(
         store,
         label=request.label,
         epoch=request.claim.epoch,
@@ -145,13 +146,13 @@ def write(
         files = AttemptFiles(attempt, staged, tools, joint)
         if leading is not None:
             leading.announce_folder(attempt, staged.trees)
-            _write_own(files, request, files.tensors(), phase, overlapped)
+            _write_own(files, request, files.iterate_tensor_files(), phase, overlapped)
             phase.text = f"waiting for the files of the other ranks in {attempt.folder}"
-            gathered = leading.gather(files.own, staged)
-            files.join(gathered)
-            files.write(files.trees(gathered.trees), phase)
+            gathered = leading.collect_written(files.own, staged)
+            files.add_gathered(gathered)
+            files.write_attempt_files(files.trees(gathered.trees), phase)
         else:
-            contents = chain(files.trees(staged.trees), files.tensors())
+            contents = chain(files.trees(staged.trees), files.iterate_tensor_files())
             _write_own(files, request, contents, phase, overlapped)
         write_index(files, phase)
         request.timings["write_s"] = time.perf_counter() - began
@@ -172,7 +173,7 @@ def write(
             tools.owner.unclear.add(attempt.folder)
     if leading is not None:
         leading.succeed()
-    files.committed(manifest, request)
+    files.record_commit(manifest, request)
     return attempt, manifest
 
 
@@ -187,7 +188,7 @@ def _among_ranks(joint: SaveParticipant) -> tuple[LeadingSave | None, FollowingS
     return leading, joint if isinstance(joint, FollowingSave) else None
 
 
-def _follow(
+def _write_as_follower(
     tools: Tools,
     staged: Staged,
     request: SaveRequest,
@@ -200,7 +201,7 @@ def _follow(
     began = time.perf_counter()
     files = AttemptFiles(attempt, staged, tools, joint)
     try:
-        _write_own(files, request, files.tensors(), phase, overlapped)
+        _write_own(files, request, files.iterate_tensor_files(), phase, overlapped)
     except HoldfastError as error:
         joint.expect_going_on(tools.store, attempt)
         if not isinstance(error, NotFound):
@@ -212,7 +213,7 @@ def _follow(
     request.timings["write_s"] = time.perf_counter() - began
     joint.post_files(files.own, staged)
     manifest = joint.outcome(tools.store, attempt, phase)
-    files.committed(manifest, request)
+    files.record_commit(manifest, request)
     return attempt, manifest
 
 
@@ -224,8 +225,8 @@ def _write_own(
     overlapped: Overlapped | None,
 ) -> None:
     """Write the files of this rank, and wait until they are durable and all of it was copied."""
-    files.begin(request)
-    files.write(contents, phase)
+    files.prepare_files(request)
+    files.write_attempt_files(contents, phase)
     request.timings["stage_s"] += files.staged.transfer.waited_s
     phase.text = "waiting for the copy"
     if overlapped is not None:
@@ -262,7 +263,7 @@ class AttemptFiles:
         self.tools = tools
         self._sealed = sealed(tools.store)
         if self._sealed is not None:
-            self._sealed.join(attempt.folder, joint.rank, joint.world_size)
+            self._sealed.join_attempt(attempt.folder, joint.rank, joint.world_size)
         self.names: dict[str, str] = {}
         """Stored name of each file, by plain name."""
         self.entries: dict[str, FileEntry] = {}
@@ -282,11 +283,11 @@ class AttemptFiles:
         self._nbytes_written = 0
         """Plain bytes of the files that were written, not linked."""
 
-    def begin(self, request: SaveRequest) -> None:
+    def prepare_files(self, request: SaveRequest) -> None:
         """Prepare to compress and to link files."""
-        self.tools.compressing.begin()
+        self.tools.compressing.prepare_save()
         point = request.claim.resumed_from
-        self.tools.links.begin(
+        self.tools.links.prepare_links(
             self.staged.kinds,
             is_healthy=not request.unhealthy,
             resumed_from=None if point is None else point.folder,
@@ -298,16 +299,16 @@ class AttemptFiles:
             encoding = self.tools.compressing.of_tree(component, len(tree))
             yield self._file(layout.tree_file(component), BytesContent(tree), encoding)
 
-    def tensors(self) -> Iterator[FileToWrite]:
+    def iterate_tensor_files(self) -> Iterator[FileToWrite]:
         """Yield the tensor files to write, and link unchanged ones from an earlier checkpoint."""
         compressing = self.tools.compressing
         for known in self.staged.all_files:
-            if not self._link(known):
+            if not self._link_unchanged(known):
                 encoding = compressing.of_tensors(known.file)
                 content = self.staged.transfer.content(known)
                 file = self._file(known.file.name, content, encoding)
                 yield replace(file, observer=compressing.observer(known.file))
-        self.staged.transfer.finish()
+        self.staged.transfer.release_waiters()
 
     def _file(
         self, plain: str, content: Content | BytesContent, encoding: Encoding | None
@@ -322,23 +323,23 @@ class AttemptFiles:
             encoding=encoding,
         )
 
-    def _link(self, known: KnownFile) -> bool:
+    def _link_unchanged(self, known: KnownFile) -> bool:
         name, nbytes = known.file.name, known.file.nbytes
         links = self.tools.links
         if not links.may_have(name, nbytes):
             return False
         if not self.staged.transfer.content(known).is_unchanged(self.tools.timeout_s):
             return False
-        digests = self.staged.digest(known, self.tools.workers, self.tools.timeout_s)
+        digests = self.staged.compute_digests(known, self.tools.workers, self.tools.timeout_s)
         entry = FileEntry(nbytes=nbytes, digest=blocks.file_digest(nbytes, digests))
-        linked = links.link(name, self.attempt.folder, entry, digests)
+        linked = links.link_earlier_file(name, self.attempt.folder, entry, digests)
         if linked is None:
             return False
         self.names[name], self._sizes[name] = linked.name, nbytes
-        self._add(name, linked.name, linked.entry, digests, linked.stored)
+        self._record_own_file(name, linked.name, linked.entry, digests, linked.stored)
         return True
 
-    def write(self, files: Iterable[FileToWrite], phase: Phase) -> None:
+    def write_attempt_files(self, files: Iterable[FileToWrite], phase: Phase) -> None:
         """Write files, wait until they are durable, and record them."""
         tools = self.tools
         found = write_files(
@@ -360,9 +361,9 @@ class AttemptFiles:
             digest = blocks.file_digest(nbytes, file.digests)
             stored = None if file.stored is None else file.stored.entry(self._codecs[name])
             entry = FileEntry(nbytes=nbytes, digest=digest, stored=stored)
-            self._add(plain, name, entry, file.digests, file.stored)
+            self._record_own_file(plain, name, entry, file.digests, file.stored)
 
-    def _add(
+    def _record_own_file(
         self,
         plain: str,
         name: str,
@@ -370,7 +371,11 @@ class AttemptFiles:
         digests: bytes,
         stored: StoredBlocks | None,
     ) -> None:
-        how = None if self._sealed is None else self._sealed.report(self.attempt.folder, name)
+        how = (
+            None
+            if self._sealed is None
+            else self._sealed.describe_sealing(self.attempt.folder, name)
+        )
         self._record(
             OwnFile(plain=plain, name=name, entry=entry, digests=digests, stored=stored, sealed=how)
         )
@@ -383,7 +388,7 @@ class AttemptFiles:
         if file.stored is not None:
             self.stored[file.name] = file.stored
 
-    def join(self, gathered: Gathered) -> None:
+    def add_gathered(self, gathered: Gathered) -> None:
         """Add what the other ranks have written."""
         own = {file.name for file in self.own}
         for file in gathered.files:
@@ -415,7 +420,7 @@ class AttemptFiles:
         tables, by_rank = self._tables or {}, self.staged.by_rank
         return any(tables[name].boxes is not None or name in by_rank for name in tables)
 
-    def component(self, name: str, kind: str) -> ComponentEntry:
+    def make_entry(self, name: str, kind: str) -> ComponentEntry:
         """Make the manifest's entry of a component."""
         tree = layout.tree_file(name)
         own = sorted(plain for plain in self.names if layout.component_of(plain) == name)
@@ -433,11 +438,11 @@ class AttemptFiles:
             ),
         )
 
-    def committed(self, manifest: Manifest, request: SaveRequest) -> None:
+    def record_commit(self, manifest: Manifest, request: SaveRequest) -> None:
         """Remember the files of a committed save for links, and how fast they were written."""
         own = [file.name for file in self.own if file.name not in self.of_others]
-        self.tools.links.committed(self.attempt.folder, manifest, self.stored, own)
-        self.tools.compressing.committed(self._nbytes_written, request.timings["write_s"])
+        self.tools.links.record_linkable_files(self.attempt.folder, manifest, self.stored, own)
+        self.tools.compressing.record_commit(self._nbytes_written, request.timings["write_s"])
 
 
 def write_index(files: AttemptFiles, phase: Phase) -> None:
@@ -479,7 +484,7 @@ def manifest_of(
     world_size: int,
 ) -> Manifest:
     """Make the manifest of a save whose files and index are written; `kinds`: by component."""
-    components = {name: files.component(name, kind) for name, kind in kinds.items()}
+    components = {name: files.make_entry(name, kind) for name, kind in kinds.items()}
     listed = [name for entry in components.values() for name in entry.files]
     return Manifest(
         save_id=attempt.save_id,

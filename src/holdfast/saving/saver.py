@@ -29,7 +29,7 @@ from holdfast.ownership.annotations import annotate
 from holdfast.ownership.owner import Ownership
 from holdfast.policy.rule import MAIN
 from holdfast.policy.savers import Due
-from holdfast.results import PendingSave, describe
+from holdfast.results import PendingSave, build_checkpoint
 from holdfast.root.catalog import Catalog, Entry, Marks, with_tags
 from holdfast.root.commit import check_ownership
 from holdfast.saving.compression import Compressing
@@ -106,23 +106,23 @@ class Saver:
         self.pending: PendingSave | None = None
         self.standing: Entry | None = None
 
-    def prepare(self, captured: Captured, *, is_awaited: bool = False) -> Staged:
+    def prepare_save(self, captured: Captured, *, is_awaited: bool = False) -> Staged:
         """Allocate memory for a captured state, copy small tensors, and plan the other copies.
 
         No save may be under way. `is_awaited`: training waits for the commit anyway.
         """
         if self._overlapped is not None:
-            self._overlapped.settle("the next save", self.timeout_s)
+            self._overlapped.wait_for_copy("the next save", self.timeout_s)
         if self._staged is not None:
-            self._staged.transfer.settle(self.timeout_s)
+            self._staged.transfer.wait_for_threads(self.timeout_s)
             self._staged = None
         self._guarded = Guarded(keys={})
         if not self._stager.takes_waves(captured):
             self._guarded = self._overlap.guard(captured)
         keys = self._guarded.keys
-        return self._stager.prepare(captured, overlapped=keys, is_awaited=is_awaited)
+        return self._stager.prepare_staging(captured, overlapped=keys, is_awaited=is_awaited)
 
-    def start(
+    def start_save(
         self, staged: Staged, request: SaveRequest, due: Due, joint: SaveParticipant
     ) -> PendingSave:
         """Copy the rest of a prepared state, and start to write and commit it in the background.
@@ -141,11 +141,11 @@ class Saver:
             nbytes=staged.nbytes,
         )
         guarded, self._guarded = self._guarded, Guarded(keys={})
-        overlapped = self._overlap.begin(guarded, staged, pending.step, on_success)
+        overlapped = self._overlap.prepare_copy(guarded, staged, pending.step, on_success)
         self._overlapped = overlapped
         if overlapped is not None:
             pending.staged = overlapped.copied
-        write = partial(self._run, pending, staged, request, joint, overlapped)
+        write = partial(self._write_and_commit, pending, staged, request, joint, overlapped)
         self._job = None
         is_beside = overlapped is None and staged.transfer.is_early
         try:
@@ -153,7 +153,7 @@ class Saver:
             self._background.start()
             if is_beside:
                 self._job = self._background.submit(write)
-            staged.transfer.copy(
+            staged.transfer.run_copies(
                 self.threads.workers, min(num_threads(), MAX_COPIERS) - 1, self.timeout_s
             )
             if not is_beside:
@@ -162,9 +162,11 @@ class Saver:
                 self._job = Future()
                 job = partial(do, self._job, write)
                 if overlapped is None:
-                    self._background.put(job)
+                    self._background.queue_task(job)
                 else:
-                    overlapped.start(self.threads.workers, NUM_THREADS, (self._background, job))
+                    overlapped.start_copying(
+                        self.threads.workers, NUM_THREADS, (self._background, job)
+                    )
         except BaseException as error:
             if not is_beside and self._job is not None and self._job.cancel():
                 self._job = None
@@ -177,21 +179,21 @@ class Saver:
 
     def _fail_start(self, pending: PendingSave, staged: Staged, error: BaseException) -> None:
         """Set the error that `start` raises as the result of the save's futures and its copy."""
-        staged.transfer.fail(error)
+        staged.transfer.cancel_copying(error)
         self._staged = staged
         if self._overlapped is None:
             pending.staged.set_exception(error)
         else:
-            self._overlapped.fail(error)
+            self._overlapped.cancel_copy(error)
         if self._job is None:
             pending.committed.set_exception(_save_failed(error, pending.step, _OWNER_UNKNOWN))
         pending.delivered = True
 
-    def after_claim(self) -> None:
+    def queue_claim_chores(self) -> None:
         """Queue the callback `after_claim` in the background, before the next save."""
         self._job = self._background.submit(self._chores.after_claim)
 
-    def settle(self, timeout_s: float) -> None:
+    def wait_until_idle(self, timeout_s: float) -> None:
         """Wait until save and callbacks in the background have ended; ignores a failed save.
 
         Raises:
@@ -207,7 +209,7 @@ class Saver:
     def finish_at_stop(self, timeout_s: float) -> str:
         """Finish the save under way when a stop's time is over; return a text on the outcome."""
         try:
-            self.settle(timeout_s)
+            self.wait_until_idle(timeout_s)
         except DeadlineExceeded as error:
             return str(error)
         newest = f"the newest checkpoint is {self.standing.folder}" if self.standing else None
@@ -234,19 +236,19 @@ class Saver:
             f"{self._store.url}: not done after {time_limit(timeout_s)}; it is {doing}"
         )
 
-    def close(self) -> None:
+    def close_threads(self) -> None:
         """Close the threads, which end after their queued work; free memory if no save runs."""
         if self._job is not None and not self._job.done():
             self._owner.is_clean = False
         else:
             # A closed manager may be referenced for long, or until the next garbage collection;
             # it should not keep a second copy of the state alive.
-            self._stager.release()
+            self._stager.free_memory()
             self._overlapped = self._staged = None
-        self._background.close()
-        self.threads.close()
+        self._background.close_pool()
+        self.threads.close_pools()
 
-    def _run(
+    def _write_and_commit(
         self,
         pending: PendingSave,
         staged: Staged,
@@ -259,26 +261,26 @@ class Saver:
         joint.is_under_way = True
         self._emit("save_started", f"saving step {step}", step=step)
         try:
-            joint.agree(self._owner, pending.phase)
+            joint.agree_on_plan(self._owner, pending.phase)
             entry = self._unchanged(staged, request, joint, overlapped)
             is_new = entry is None
             if entry is None:
-                entry = self._write(pending, staged, request, joint, overlapped)
+                entry = self._write_staged(pending, staged, request, joint, overlapped)
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
-            joint.fail(error, pending.phase.text)
+            joint.report_failure(error, pending.phase.text)
             self._end_copy(overlapped)
             failure = self._failure(error, step, request.claim.epoch)
-            self._stager.failed(staged)
+            self._stager.discard_failed(staged)
             self._emit("save_failed", str(failure), step=step)
             pending.committed.set_exception(failure)
             self._chores.after_failure()
             return
         finally:
-            staged.transfer.finish()
-        learned = self._learn(staged)
+            staged.transfer.release_waiters()
+        learned = self._record_changed(staged)
         if not entry.manifest.lacks:
             self.standing = entry
-        checkpoint = describe(self._store, entry)
+        checkpoint = build_checkpoint(self._store, entry)
         self._emit(
             "committed",
             f"saved step {step}: {entry.folder}" if is_new else f"unchanged: {entry.folder}",
@@ -294,7 +296,7 @@ class Saver:
         pending.committed.set_result(checkpoint)
         self._chores.after_commit(entry)
         self._links.look_ahead(learned)
-        self._compressing.learn()
+        self._compressing.choose_codecs()
 
     def _failure(self, error: BaseException, step: int, epoch: int) -> BaseException:
         """Return the error for the caller: `Superseded` if another process now owns the run.
@@ -315,18 +317,18 @@ class Saver:
             return _save_failed(error, step, f"{_OWNER_UNKNOWN} ({str(unread) or 'it hangs'})")
         return _save_failed(error, step, "Training can go on")
 
-    def _learn(self, staged: Staged) -> dict[str, bytes]:
+    def _record_changed(self, staged: Staged) -> dict[str, bytes]:
         """Record which tensors changed, before the next save reuses the memory. Never raises.
 
         Returns the block digests of each file whose tensors are expected not to change.
         """
         try:
-            self._stager.committed(staged)
+            self._stager.record_changed_tensors(staged)
             return {
                 known.file.name: known.all_digests() for known in staged.all_files if known.is_apart
             }
         except Exception as error:  # noqa: BLE001 - it is logged, and the commit stands
-            self._stager.failed(staged)
+            self._stager.discard_failed(staged)
             self._emit("warning", f"the next save writes every file anew: {error!r}")
             return {}
 
@@ -334,9 +336,9 @@ class Saver:
         """Wait until the copy ends or times out, as the next save reuses the memory."""
         if overlapped is not None:
             with suppress(DeadlineExceeded):  # the next save waits again, and raises it
-                overlapped.settle("the save", self.timeout_s)
+                overlapped.wait_for_copy("the save", self.timeout_s)
 
-    def _write(
+    def _write_staged(
         self,
         pending: PendingSave,
         staged: Staged,
@@ -384,21 +386,21 @@ class Saver:
         digests = digest_staged(staged, self.threads.workers, timeout_s=self.timeout_s)
         if overlapped is not None:
             overlapped.expect_copied("the save", self.timeout_s)
-        sizes = staged.sizes
+        sizes = staged.file_sizes
         roots = {name: blocks.file_digest(sizes[name], digests[name]) for name in digests}
         recorded = {
             layout.plain_file(name): file.digest
             for name, file in stored.files.items()
             if name != layout.INDEX
         }
-        is_unchanged = joint.is_unchanged(staged, roots, recorded)
+        is_unchanged = joint.matches_checkpoint(staged, roots, recorded)
         new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
         if joint.leads:
             # Before the other ranks hear of it: what fails here fails the save on all.
             is_unchanged = (
                 is_unchanged and not is_stale and self._may_stand(entry, request, new_tags)
             )
-            joint.answer(is_unchanged=is_unchanged)
+            joint.announce_verdict(is_unchanged=is_unchanged)
         return with_tags(entry, new_tags) if is_unchanged else None
 
     def _may_stand(self, entry: Entry, request: SaveRequest, new_tags: tuple[str, ...]) -> bool:

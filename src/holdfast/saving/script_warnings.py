@@ -16,13 +16,13 @@ from holdfast.state.capture.lacking import (
     OUTSIDE,
     PERSISTENT,
     Stepped,
-    describe,
+    describe_parameters,
     draws_once,
     is_outside,
     lacks_optimizer,
     omitted,
 )
-from holdfast.state.capture.outside import OutsideState, described
+from holdfast.state.capture.outside import OutsideState, format_outside_state
 from holdfast.state.components import ParameterNames, is_of_trainer
 
 
@@ -80,7 +80,7 @@ class ScriptWarnings:
 
     def of_position(self, step: int) -> None:
         """Warn, at a save, of batches that the position counts and no step was trained on."""
-        for text in self.positions.look(step):
+        for text in self.positions.check_positions(step):
             self._emit("warning", text, step=step)
 
     def of_setup(self, stop: Stop | None, *, has_interval: bool) -> None:
@@ -136,12 +136,12 @@ class ScriptWarnings:
 
     def loaded(self) -> None:
         """Compare the next save with the state as it is now, after a load."""
-        self._outside.reset()
+        self._outside.note_attributes()
 
     def _of_outside(self, captured: Captured) -> None:
-        names = self._outside.changed(captured)
+        names = self._outside.find_uncaptured(captured)
         if names:
-            self._emit("warning", f"{self._url}: {described(names)}")
+            self._emit("warning", f"{self._url}: {format_outside_state(names)}")
 
     def _of_unheld(self, captured: Captured) -> None:
         if captured.stepping == self._stepping and captured.names is self._names:
@@ -152,6 +152,6 @@ class ScriptWarnings:
             self._emit(
                 "warning",
                 f"{self._url}: parameters that no component holds are trained and not saved: "
-                f"{describe(unheld)}. After a resume they have their first values again: "
-                "add what holds them to `state`",
+                f"{describe_parameters(unheld)}. After a resume they have their first values "
+                "again: add what holds them to `state`",
             )

@@ -36,7 +36,9 @@ class SettingsHistory:
     def __init__(self, config: Mapping[str, object] | None, *, world_size: int) -> None:
         """Begin with settings of the script by name, such as `vars(args)`."""
         self.given = dict(
-            leaf for name, value in (config or {}).items() for leaf in _leaves(str(name), value)
+            leaf
+            for name, value in (config or {}).items()
+            for leaf in _flatten_settings(str(name), value)
         )
         """Settings of the script, as text."""
         self._world_size = world_size
@@ -64,7 +66,7 @@ class SettingsHistory:
             if text != self.given[name]
         )
 
-    def stand_on(self, manifest: Manifest, epoch: int) -> tuple[str, ...]:
+    def compare_with_base(self, manifest: Manifest, epoch: int) -> tuple[str, ...]:
         """Compare with the checkpoint that the life `epoch` goes on from; return the changes."""
         now = _versions(numerics(self._world_size), environment())
         before = _versions(manifest.numerics, manifest.environment)
@@ -95,16 +97,16 @@ def as_text(value: object) -> str:
     return f"{text[: _MAX_LENGTH - 50]}… ({len(text)} characters, sha256 {digest})"
 
 
-def _leaves(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
+def _flatten_settings(name: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield a setting and its text; of nested settings each one, under dotted names."""
-    inner = _children(value) if depth < _MAX_DEPTH else {}
+    inner = _nested_settings(value) if depth < _MAX_DEPTH else {}
     if not inner or len(inner) > _MAX_LEAVES:
         yield escaped(name), as_text(value)
     for key, item in inner.items() if len(inner) <= _MAX_LEAVES else ():
-        yield from _leaves(f"{name}.{key}", item, depth + 1)
+        yield from _flatten_settings(f"{name}.{key}", item, depth + 1)
 
 
-def _children(value: object) -> Mapping[Any, Any]:
+def _nested_settings(value: object) -> Mapping[Any, Any]:
     """Return the settings in a setting; none of a plain value."""
     if isinstance(value, Namespace | SimpleNamespace):
         return vars(value)

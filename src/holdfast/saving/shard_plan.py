@@ -119,7 +119,7 @@ class OwnSamples:
     """Numbers, among those of the rank, of the boxes."""
     samples: Samples
 
-    def of(self, row: int) -> bytes:
+    def get_sample(self, row: int) -> bytes:
         """Return the sample of one of the boxes."""
         return self.samples[self.rows.index(row)]
 
@@ -149,11 +149,11 @@ class OwnShare:
                 leaves.append((name, key, spec.dtype, shape))
         self._assignment: Assignment | None = None
         self._picks: dict[str, _Pick] = {}
-        table = BoxTable.of(rank, [shape for _, _, _, shape in leaves], held)
+        table = BoxTable.from_boxes(rank, [shape for _, _, _, shape in leaves], held)
         self.share = Share(
             step=0,
             components=tuple(captured.components),
-            kinds=tuple(_kind(part) for part in captured.components.values()),
+            kinds=tuple(_describe_kind(part) for part in captured.components.values()),
             host=host,
             leaves=msgspec.msgpack.encode(leaves),
             leaf=table.leaf.astype("<i4").tobytes(),
@@ -189,14 +189,14 @@ class OwnShare:
             _is_alike(parts[name], part) for name, part in self._parts.items()
         )
 
-    def part(self, captured: Captured, assignment: Assignment) -> Captured:
+    def select_written(self, captured: Captured, assignment: Assignment) -> Captured:
         """Select what this rank writes: a state of plain tensors, a box each."""
         if self._assignment != assignment:
             self._assignment, self._picks = assignment, self._picked(assignment)
         parts = {name: self._picks[name].of(part) for name, part in captured.components.items()}
         return replace(captured, components=parts)
 
-    def written(self, files: Mapping[str, Sequence[KnownFile]]) -> Written:
+    def locate_boxes(self, files: Mapping[str, Sequence[KnownFile]]) -> Written:
         """Return where each box of this rank's part is in its tensor files."""
         places = {
             (component, spec.key): (number_of_file(known.file.name), start)
@@ -325,11 +325,11 @@ def _holder_of(leaf: Leaf, shares: Sequence[Share]) -> int:
     return next(rank for rank, share in enumerate(shares) if leaf in _leaves_of(share))
 
 
-def _kind(part: CapturedComponent) -> str:
+def _describe_kind(part: CapturedComponent) -> str:
     return f"{part.kind}, per rank" if part.by_rank else part.kind
 
 
-def _described(components: Sequence[str], kinds: Sequence[str]) -> str:
+def _describe_components(components: Sequence[str], kinds: Sequence[str]) -> str:
     pairs = zip(components, kinds, strict=True)
     return ", ".join(f"{name} ({kind})" for name, kind in pairs)
 
@@ -345,7 +345,7 @@ class Difference:
     """Rank and number of the box there: of the first holder, and of all that differ from it."""
 
     @property
-    def named(self) -> tuple[str, str]:
+    def path_and_ranks(self) -> tuple[str, str]:
         """Path, and which ranks differ."""
         component, key, *_ = self.leaf
         (first, _), *others = self.holders
@@ -356,7 +356,7 @@ class Difference:
         """Return path and reason for an error, from the samples of the first two holders."""
         _, key, dtype, _ = self.leaf
         spec = TensorSpec(key, dtype, self.box.sizes)
-        path, reason = self.named
+        path, reason = self.path_and_ranks
         where = first_difference(spec, turn, one, other, self.box.offsets)
         return path, f"{reason}: {where}"
 
@@ -372,16 +372,16 @@ class Plan:
         known: dict[bytes, Ints] = {}
         for rank, share in enumerate(shares):
             if share.leaves not in known:
-                numbers = known[share.leaves] = self._numbered(rank, shares)
+                numbers = known[share.leaves] = self._number_leaves(rank, shares)
                 keys = [*self._leaves]
                 of_all = numbers[np.frombuffer(share.buffers, "<i4")]
                 self._buffers.update(keys[number] for number in of_all.tolist())
         tables = [share.boxes(rank, known[share.leaves]) for rank, share in enumerate(shares)]
         counts = [len(table.leaf) for table in tables]
-        self._boxes = BoxTable.join(tables)
+        self._boxes = BoxTable.concatenate(tables)
         self._starts = np.cumsum([0, *counts])
         hosts = {host: number for number, host in enumerate({share.host: 0 for share in shares})}
-        table = self._table()
+        table = self._make_table()
         self._plan = plan_writes(
             table, self._boxes, np.array([hosts[share.host] for share in shares], np.int32)
         )
@@ -389,7 +389,7 @@ class Plan:
             counts=tuple(counts),
             written=np.packbits(self._is_written()).tobytes(),
             copied=np.packbits(self._plan.copied).tobytes(),
-            numbers=self._numbers(table, len(shares)),
+            numbers=self._number_files(table, len(shares)),
         )
         leaf = self._boxes.leaf[self._plan.row]
         check_size(
@@ -527,12 +527,12 @@ class Plan:
             if kinds != (self._components, self._kinds):
                 failure = RankFailure(
                     "sharing",
-                    f"it saves the components {_described(*kinds)}; the leader saves "
-                    f"{_described(self._components, self._kinds)}",
+                    f"it saves the components {_describe_components(*kinds)}; the leader saves "
+                    f"{_describe_components(self._components, self._kinds)}",
                 )
                 raise RanksFailed("the save", {rank: failure})
 
-    def _numbered(self, rank: int, shares: Sequence[Share]) -> Ints:
+    def _number_leaves(self, rank: int, shares: Sequence[Share]) -> Ints:
         """Number the leaves of one rank among those of all, adding those that are new."""
         numbers = {key: number for number, key in enumerate(self._leaves)}
         found = []
@@ -558,7 +558,7 @@ class Plan:
             counts[component] += 1
         yield from counts.items()
 
-    def _table(self) -> LeafTable:
+    def _make_table(self) -> LeafTable:
         """Make the planner's table; leaves of a component come together, in their order."""
         keys = [*self._leaves]
         place = {name: number for number, name in enumerate(self._components)}
@@ -588,7 +588,9 @@ class Plan:
         is_written[self._plan.row] = True
         return is_written
 
-    def _numbers(self, table: LeafTable, num_ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def _number_files(
+        self, table: LeafTable, num_ranks: int
+    ) -> tuple[tuple[tuple[int, int], ...], ...]:
         component = table.component[self._boxes.leaf[self._plan.row]]
         rank = self._boxes.rank[self._plan.row]
         numbers = [[(0, 0)] * len(self._components) for _ in range(num_ranks)]

@@ -137,12 +137,12 @@ class StepBoundary:
         self._before_step: Tensor | None = None
         """Sample of the weight before the first step after `_sampled`."""
         if self._driven:
-            self._choose([parameter for one in self._driven for parameter in _ends(one)])
+            self._choose_parameters([parameter for one in self._driven for parameter in _ends(one)])
             # Schedule-free optimizers have two sets of weights, and a saved flag which is in.
             if not any(hasattr(one, "eval") for one in self._driven):
                 last = [one for one in self._marked if _can_be_sampled(one)][-1:]
                 self._watched = _Watched(last[0]) if last else None
-        _register(self)
+        _watch_boundary(self)
 
     def stepped(self) -> list[Stepped]:
         """List the optimizers that step and that the state may lack, or their scalers or schedules.
@@ -174,7 +174,7 @@ class StepBoundary:
             or (scaler is not None and any(value is scaler for value in saved))
         )
 
-    def check(self, captured: Captured, step: int) -> tuple[str, ...]:
+    def check_captured_step(self, captured: Captured, step: int) -> tuple[str, ...]:
         """Warn if the captured state is not that of a step boundary.
 
         Returns reasons not to resume from it. A part of the state without optimizers is not judged.
@@ -183,7 +183,7 @@ class StepBoundary:
             return ()
         half = [one for one in [*self._running.values()] if one.is_half_done()]
         if half:
-            self._warn(
+            self._emit_warning(
                 "half",
                 f"the save of step {step} is in the middle of step() of "
                 f"{type(half[0].optimizer).__name__}, so some parameters are updated and others "
@@ -195,13 +195,13 @@ class StepBoundary:
         self._check_weights(step)
         return ()
 
-    def reset(self) -> None:
+    def restart_after_load(self) -> None:
         """Begin anew, as a load has replaced the state."""
         self._running.clear()
         self._sampled = self._suspected = self._before_step = self._after_step = None
-        self._mark()
+        self._mark_gradients()
 
-    def close(self) -> None:
+    def stop_watching(self) -> None:
         """Stop watching, and warn of the last save."""
         _unregister(self)
         self._judge_gradients(is_last=True)
@@ -222,7 +222,7 @@ class StepBoundary:
             self._known[optimizer] = known
         return known
 
-    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _note_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_own(optimizer):
             return
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
@@ -240,14 +240,14 @@ class StepBoundary:
         if not self._is_own(optimizer):
             return
         self._running.pop(id(optimizer), None)
-        self._mark()
+        self._mark_gradients()
         self._after_step = self._sample()
 
-    def _choose(self, parameters: list[Tensor]) -> None:
+    def _choose_parameters(self, parameters: list[Tensor]) -> None:
         self._marked = parameters[:_NUM_GRADS]
-        self._mark()
+        self._mark_gradients()
 
-    def _mark(self) -> None:
+    def _mark_gradients(self) -> None:
         self._marks = [_grad_mark(parameter.grad) for parameter in self._marked]
 
     # Gradients
@@ -271,7 +271,7 @@ class StepBoundary:
         ]
         if not changed:
             if all(parameter.grad is None for parameter in self._marked):
-                self._choose(with_grad)
+                self._choose_parameters(with_grad)
             return
         if self._suspected is not None or not _are_worth(grad for _, grad in changed):
             return
@@ -291,7 +291,7 @@ class StepBoundary:
         if not suspected.are_used():
             self._drops_gradients = True
         elif not (is_last and self._drops_gradients):
-            self._warn(
+            self._emit_warning(
                 "gradients",
                 f"the save of step {suspected.step} is inside an accumulation window: backward() "
                 "had run since the last step of an optimizer, and gradients are not saved. A "
@@ -317,7 +317,7 @@ class StepBoundary:
         if self._before_step is not None:
             now = self._before_step
         if sampled is not None and now is not None and sampled.was_swapped(now):
-            self._warn(
+            self._emit_warning(
                 "weights",
                 f"the save of step {sampled.step} has weights that training did not continue "
                 "with: they were replaced before the save, and again after it, as by an average "
@@ -329,7 +329,7 @@ class StepBoundary:
         # What a CUDA graph captures is not computed, and would be at each of its replays.
         return None if self._watched is None or is_capturing() else self._watched.read()
 
-    def _warn(self, kind: str, message: str) -> None:
+    def _emit_warning(self, kind: str, message: str) -> None:
         if kind not in self._said:
             self._said.add(kind)
             self._emit("warning", message)
@@ -344,7 +344,7 @@ _registering = threading.Lock()
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for known in _watching:
         if (boundary := known()) is not None:
-            boundary._begin_step(optimizer, args, kwargs)
+            boundary._note_optimizer_step(optimizer, args, kwargs)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -363,7 +363,7 @@ def _register_hooks() -> None:
     torch_optimizer.register_optimizer_step_post_hook(_after_step)
 
 
-def _register(boundary: StepBoundary) -> None:
+def _watch_boundary(boundary: StepBoundary) -> None:
     global _watching
     with _registering:
         _register_hooks()
@@ -437,10 +437,10 @@ def _are_equal(before: Tensor, now: Tensor) -> bool:
 
 def _are_worth(gradients: Iterable[Tensor]) -> bool:
     """Whether gradients can be lost: no zeros of zero_grad, nor those that a loss scaler drops."""
-    values = [_values(grad) for grad in gradients]
+    values = [_get_local_values(grad) for grad in gradients]
     return any(map(torch.any, values)) and all(bool(one.isfinite().all()) for one in values)
 
 
-def _values(grad: Tensor) -> Tensor:
+def _get_local_values(grad: Tensor) -> Tensor:
     local = local_of(grad)
     return local.coalesce().values() if local.is_sparse else local

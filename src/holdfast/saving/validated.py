@@ -35,7 +35,7 @@ class ValidatedSaves:
     ) -> None:
         """Decide for these rules. Ranks cannot decide alone: there only a warning is logged."""
         self._best = BestSaves(rules)
-        self._measured = MetricChanges(self._best.names)
+        self._measured = MetricChanges(self._best.metric_names)
         self._catalog = catalog
         self._emit = emit
         self._is_alone = is_alone
@@ -52,17 +52,17 @@ class ValidatedSaves:
         """Whether any metric is watched."""
         return self._watches
 
-    def begin(self, standing: Entry) -> None:
+    def start_from_checkpoint(self, standing: Entry) -> None:
         """Continue from a checkpoint."""
         self._standing = standing
-        self._measured.begin(standing.step)
+        self._measured.restart_after_step(standing.step)
         self._begun.clear()
 
-    def due(self, step: int, metrics: Mapping[str, Any], event: str) -> Due | None:
+    def find_due_save(self, step: int, metrics: Mapping[str, Any], event: str) -> Due | None:
         """Return the save that is due because of new values of metrics, if any."""
         if not self._watches:
             return None
-        new = self._measured.look(step, metrics, event)
+        new = self._measured.find_new_values(step, metrics, event)
         if new.repeated and not self._has_warned_of_repeats:
             self._warn_of_repeats(step, new.repeated)
         if new.validated and self._is_alone:
@@ -72,7 +72,7 @@ class ValidatedSaves:
         return None
 
     def not_due(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Note that the step of the last call of `due` is not saved for any reason."""
+        """Note that the step of the last call of `find_due_save` is not saved for any reason."""
         if self._unsaved and not self._has_warned:
             self._warn_of_unsaved(step, metrics, self._unsaved)
 
@@ -85,13 +85,13 @@ class ValidatedSaves:
     def _keeping(self, step: int, metrics: Mapping[str, Any], names: Collection[str]) -> list[int]:
         if self._standing is not None:
             entries = self._catalog.lineage_entries(opens_all=False)
-            self._best.begin(metrics_by_step(entries, self._standing.step))
+            self._best.set_known_metrics(metrics_by_step(entries, self._standing.step))
             self._standing = None
         ended = [pending for pending in self._begun if pending.done()]
         self._begun = [pending for pending in self._begun if pending not in ended]
         for pending in ended:
             if pending.failure() is not None or pending.committed.result().unhealthy:
-                self._best.failed(pending.step)
+                self._best.forget_save(pending.step)
         return self._best.keeping(step, checked_metrics({name: metrics[name] for name in names}))
 
     def _warn_of_repeats(self, step: int, names: Collection[str]) -> None:

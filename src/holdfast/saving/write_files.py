@@ -26,7 +26,7 @@ from holdfast.saving.compression import Throughput
 from holdfast.saving.packing import Encoded, Packer, Pieces
 from holdfast.staging.interfaces import BytesContent, Content
 from holdfast.store.base import BlockWriter, Store
-from holdfast.threads.workers import Workers, cancel, gather
+from holdfast.threads.workers import Workers, cancel, gather_results
 
 FILES_AT_ONCE = 64
 """Files written at once; each holds up to three descriptors until it is on stable storage."""
@@ -78,7 +78,7 @@ def write_files(
     rest, pieces, measured = iter(files), pieces or Pieces(), throughput or Throughput()
     while True:
         batch = _Batch(store, workers, writers, pieces, measured, phase, timeout_s)
-        of_batch = batch.write(islice(rest, FILES_AT_ONCE))
+        of_batch = batch.write_all_files(islice(rest, FILES_AT_ONCE))
         written |= of_batch
         if len(of_batch) < FILES_AT_ONCE:
             return written
@@ -113,21 +113,21 @@ class _Batch:
         """Blocks that are being encoded, oldest first; None marks the end of a file."""
         self._failed = False
 
-    def write(self, files: Iterable[FileToWrite]) -> dict[str, WrittenFile]:
+    def write_all_files(self, files: Iterable[FileToWrite]) -> dict[str, WrittenFile]:
         """Write all files, return digests and blocks by key; on an error, cancel all writes."""
         try:
             for file in files:
                 self._phase.text = f"writing {file.key}"
-                self._begin(file)
+                self._start_file(file)
                 if self._failed:
                     break
             self._pack(leave=0)
             for key, writes in self._writes.items():
                 self._phase.text = f"writing {key}"
-                gather(writes, timeout_s=self._timeout_s, what=key)
+                gather_results(writes, timeout_s=self._timeout_s, what=key)
                 if key in self._open:
                     # Behind the writes of all files: one journal commit can serve many syncs.
-                    self._syncs[key] = self._writers.submit(partial(self._finish, key))
+                    self._syncs[key] = self._writers.submit(partial(self._finish_file, key))
             return {key: self._wait_for(key) for key in self._writes}
         except DeadlineExceeded:
             self._cancel_all(timeout_s=0)
@@ -136,7 +136,7 @@ class _Batch:
             self._cancel_all(timeout_s=self._timeout_s)
             raise
 
-    def _begin(self, file: FileToWrite) -> None:
+    def _start_file(self, file: FileToWrite) -> None:
         content = file.content
         hashes = self._hashes[file.key] = []
         writes = self._writes[file.key] = []
@@ -154,7 +154,7 @@ class _Batch:
             if file.observer is not None:
                 file.observer(number, memory)
             hashes.append(self._workers.submit(partial(content.digest, number)))
-            job = partial(self._write, writer, number * BLOCK_NBYTES, memory)
+            job = partial(self._write_piece, writer, number * BLOCK_NBYTES, memory)
             writes.append(self._writers.submit(partial(job, partial(content.written, number))))
             if self._failed:
                 return  # the error is in one of the futures
@@ -164,8 +164,8 @@ class _Batch:
         writer = self._open[key] = self._store.create(key, nbytes, at_most=True)
 
         def send(start: int, piece: memoryview, used: int) -> None:
-            job = partial(self._write, writer, start, piece[:used])
-            done = partial(self._pieces.give_back, piece)
+            job = partial(self._write_piece, writer, start, piece[:used])
+            done = partial(self._pieces.release_buffer, piece)
             self._writes[key].append(self._writers.submit(partial(job, done)))
 
         packer = self._packers[key] = Packer(self._pieces, send, self._timeout_s)
@@ -184,12 +184,14 @@ class _Batch:
         while len(self._encoding) > leave and not self._failed:
             packer, block = self._encoding[0]
             if block is None:
-                packer.end()
+                packer.send_rest()
             else:
-                packer.add(*gather([block], timeout_s=self._timeout_s, what="encoding a block"))
+                packer.append_block(
+                    *gather_results([block], timeout_s=self._timeout_s, what="encoding a block")
+                )
             self._encoding.popleft()
 
-    def _write(
+    def _write_piece(
         self, writer: BlockWriter, start: int, memory: memoryview, done: Callable[[], None]
     ) -> None:
         try:
@@ -201,20 +203,22 @@ class _Batch:
         finally:
             done()
 
-    def _finish(self, key: str) -> None:
+    def _finish_file(self, key: str) -> None:
         packer = self._packers.get(key)
         with self._throughput.taking():
-            self._open[key].finish(None if packer is None else packer.blocks.nbytes)
+            self._open[key].finish(None if packer is None else packer.packed_blocks.nbytes)
 
     def _wait_for(self, key: str) -> WrittenFile:
         self._phase.text = f"digesting {key}"
-        found = gather(self._hashes[key], timeout_s=self._timeout_s, what=f"digest of {key}")
+        found = gather_results(
+            self._hashes[key], timeout_s=self._timeout_s, what=f"digest of {key}"
+        )
         if key in self._syncs:
             self._phase.text = f"writing {key} to stable storage"
-            gather([self._syncs[key]], timeout_s=self._timeout_s, what=key)
+            gather_results([self._syncs[key]], timeout_s=self._timeout_s, what=key)
         packer = self._packers.get(key)
         return WrittenFile(
-            digests=b"".join(found), stored=None if packer is None else packer.blocks
+            digests=b"".join(found), stored=None if packer is None else packer.packed_blocks
         )
 
     def _cancel_all(self, *, timeout_s: float) -> None:

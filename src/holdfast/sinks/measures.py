@@ -83,7 +83,7 @@ class Measures:
     def __init__(self) -> None:
         self._committed_s: dict[str, float] = {}
 
-    def of(self, event: Event, at_s: float) -> Iterator[MetricSample]:
+    def yield_numbers(self, event: Event, at_s: float) -> Iterator[MetricSample]:
         """Yield the numbers of an event that was emitted at `at_s`, a Unix time."""
         fields = event.fields
         if event.kind in _PROBLEMS:

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.control.reporter import Reporter
 from holdfast.events import Event
 from holdfast.sinks.extras import expect_methods, import_extra
@@ -25,7 +25,7 @@ class OpenTelemetry(Reporter):
     Without an SDK they go nowhere.
     """
 
-    @checked()
+    @check_arguments()
     def __init__(
         self,
         run: str = "",
@@ -42,13 +42,15 @@ class OpenTelemetry(Reporter):
             expect_methods("meter_provider", meter_provider, ("get_meter",), "a MeterProvider")
         metrics = import_extra("opentelemetry.metrics", "otel")
         meter = metrics.get_meter("holdfast", meter_provider=meter_provider)
-        self._instruments = {name: _make(meter, name, one) for name, one in INSTRUMENTS.items()}
+        self._instruments = {
+            name: _create_instrument(meter, name, one) for name, one in INSTRUMENTS.items()
+        }
         self._run = run
         self._measures = Measures()
 
     @override
     def report(self, event: Event, at_s: float) -> None:
-        for measured in self._measures.of(event, at_s):
+        for measured in self._measures.yield_numbers(event, at_s):
             attributes = {"run": self._run, **measured.labels}
             instrument = self._instruments[measured.name]
             match INSTRUMENTS[measured.name].kind:
@@ -60,7 +62,7 @@ class OpenTelemetry(Reporter):
                     instrument.record(measured.value, attributes)
 
 
-def _make(meter: Any, name: str, one: Instrument) -> Any:
+def _create_instrument(meter: Any, name: str, one: Instrument) -> Any:
     options: dict[str, Any] = {"unit": _UNITS[one.unit], "description": one.about}
     if one.kind == "histogram":
         options["explicit_bucket_boundaries_advisory"] = SECONDS

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.control.reporter import Reporter
 from holdfast.errors import UsageError
 from holdfast.events import Event
@@ -26,7 +26,7 @@ class Prometheus(Reporter):
     textfile collector of node_exporter reads. docs/trackers.md lists them.
     """
 
-    @checked()
+    @check_arguments()
     def __init__(
         self,
         run: str = "",
@@ -58,13 +58,15 @@ class Prometheus(Reporter):
         self._run = run
         self._measures = Measures()
         if registry not in _made:
-            _made[registry] = {name: self._make(name, one) for name, one in INSTRUMENTS.items()}
+            _made[registry] = {
+                name: self._create_instrument(name, one) for name, one in INSTRUMENTS.items()
+            }
         self._metrics = _made[registry]
 
     @override
     def report(self, event: Event, at_s: float) -> None:
         is_changed = False
-        for measured in self._measures.of(event, at_s):
+        for measured in self._measures.yield_numbers(event, at_s):
             is_changed = True
             metric = self._metrics[measured.name].labels(run=self._run, **measured.labels)
             match INSTRUMENTS[measured.name].kind:
@@ -77,7 +79,7 @@ class Prometheus(Reporter):
         if self._textfile is not None and is_changed:
             self._library.write_to_textfile(self._textfile, self._registry)
 
-    def _make(self, name: str, one: Instrument) -> Any:
+    def _create_instrument(self, name: str, one: Instrument) -> Any:
         options: dict[str, Any] = {"buckets": SECONDS} if one.kind == "histogram" else {}
         return getattr(self._library, one.kind.title())(
             f"holdfast_{name}",

@@ -18,7 +18,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.control.reporter import Reporter
 from holdfast.errors import UsageError
 from holdfast.events import Event, Kind, url_without_secrets, without_secrets
@@ -65,7 +65,7 @@ def uri_of(root: str, folder: str) -> str:
     return (Path(root) / folder).as_uri()
 
 
-def _root(root: str) -> str:
+def _format_root(root: str) -> str:
     return url_without_secrets(root) if _HAS_SCHEME.match(root) else str(Path(root).absolute())
 
 
@@ -79,12 +79,12 @@ class References(Reporter):
         fields = event.fields
         if event.kind == "committed":
             if fields["is_new"]:
-                self.committed(_reference(event))
+                self.committed(_describe_commit(event))
         elif event.kind == "uploaded":
-            self.uploaded(fields["folder"], event.step or 0, _root(fields["root"]))
+            self.uploaded(fields["folder"], event.step or 0, _format_root(fields["root"]))
         else:
             why = without_secrets(fields["reason"])
-            self.deleted(fields["folder"], event.step or 0, _root(fields["root"]), why)
+            self.deleted(fields["folder"], event.step or 0, _format_root(fields["root"]), why)
 
     def committed(self, reference: CommittedCheckpoint) -> None:
         """Record a new checkpoint."""
@@ -99,11 +99,11 @@ class References(Reporter):
         raise NotImplementedError
 
 
-def _reference(event: Event) -> CommittedCheckpoint:
+def _describe_commit(event: Event) -> CommittedCheckpoint:
     checkpoint = event.fields["checkpoint"]
     finite = {n: float(value) for n, value in checkpoint.metrics.items() if math.isfinite(value)}
     return CommittedCheckpoint(
-        root=_root(checkpoint.root),
+        root=_format_root(checkpoint.root),
         folder=checkpoint.folder,
         step=checkpoint.step,
         digest=manifest_digest(event.fields["manifest"]),
@@ -184,7 +184,7 @@ class MLflowReferences(References):
     checkpoint the model stays, with the tag `holdfast.deleted`.
     """
 
-    @checked()
+    @check_arguments()
     def __init__(
         self, run_id: str | None = None, *, tracking_uri: str | None = None, timeout_s: float = 10.0
     ) -> None:
@@ -260,7 +260,7 @@ class TensorBoardReferences(References):
     @override
     def committed(self, reference: CommittedCheckpoint) -> None:
         rows = [f"| {name} | {value} |" for name, value in reference.facts.items()]
-        self._text(
+        self._write_text(
             "reference", "\n".join(["| checkpoint | |", "| --- | --- |", *rows]), reference.step
         )
         for name, value in {"nbytes": reference.nbytes, **reference.metrics}.items():
@@ -269,13 +269,13 @@ class TensorBoardReferences(References):
 
     @override
     def uploaded(self, folder: str, step: int, root: str) -> None:
-        self._text("uploaded", f"{folder} is in {root}, too", step)
+        self._write_text("uploaded", f"{folder} is in {root}, too", step)
 
     @override
     def deleted(self, folder: str, step: int, root: str, why: str) -> None:
-        self._text("deleted", f"{folder} was deleted from {root}: {why}", step)
+        self._write_text("deleted", f"{folder} was deleted from {root}: {why}", step)
 
-    def _text(self, name: str, text: str, step: int) -> None:
+    def _write_text(self, name: str, text: str, step: int) -> None:
         self._writer.add_text(f"checkpoint/{name}", text, step)
 
 

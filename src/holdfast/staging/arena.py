@@ -12,7 +12,7 @@ from holdfast.errors import FormatError
 from holdfast.format.boxes import Column
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state.leaves import TORCH_DTYPES
-from holdfast.threads.buffers import take
+from holdfast.threads.buffers import allocate_pages
 
 _LARGEST_ITEM_NBYTES = max(ITEM_NBYTES.values())
 
@@ -23,7 +23,7 @@ class Arena:
     def __init__(self, nbytes: int) -> None:
         """Allocate the memory."""
         self.nbytes = nbytes
-        self._map = take(nbytes)
+        self._map = allocate_pages(nbytes)
         self.memory = memoryview(self._map)[:nbytes]
 
     @property
@@ -31,7 +31,7 @@ class Arena:
         """The address of the first byte."""
         return int(np.frombuffer(self._map, np.uint8).ctypes.data)
 
-    def tensors(
+    def make_tensor_views(
         self,
         specs: Sequence[TensorSpec],
         starts: Sequence[int] | Column,
@@ -55,7 +55,9 @@ class Arena:
             return [
                 view
                 for first, stop in runs
-                for view in _split(base, specs[first:stop], int(start[first]), nbytes[first:stop])
+                for view in _split_views(
+                    base, specs[first:stop], int(start[first]), nbytes[first:stop]
+                )
             ]
 
 
@@ -83,7 +85,7 @@ def _run_starts(specs: Sequence[TensorSpec], start: Column, nbytes: Column) -> l
     return starts
 
 
-def _split(
+def _split_views(
     base: torch.Tensor, specs: Sequence[TensorSpec], start: int, nbytes: Column
 ) -> list[torch.Tensor]:
     """Create the views of adjacent tensors of one dtype by one call of torch."""

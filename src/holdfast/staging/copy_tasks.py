@@ -63,7 +63,7 @@ class Bytes:
 
     def copy(self) -> None:
         """Copy the bytes, unless the image holds the same ones already."""
-        self.image.update(self.key, self.blocks[0], self.start, self.source, self.nbytes)
+        self.image.update_block(self.key, self.blocks[0], self.start, self.source, self.nbytes)
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ class SmallRuns:
         self._sizes = [image.file.specs[position].nbytes for position, _ in places]
         self._numbers = [number for _, number in places]
 
-    def copy(self, addresses: Sequence[int]) -> None:
+    def copy_tensors(self, addresses: Sequence[int]) -> None:
         """Copy the tensors; `addresses`: the current ones of all tensors of the component."""
         sources = map(addresses.__getitem__, self._numbers)
         copy_runs(self._targets, sources, self._sizes)
@@ -178,7 +178,7 @@ class SmallCopy:
 
     def copy(self) -> None:
         """Copy the group's tensors in one call."""
-        self._runs.copy(self._addresses)
+        self._runs.copy_tensors(self._addresses)
 
     def tasks(self) -> Iterable[CopyTask]:
         """Return this object, the only copy."""

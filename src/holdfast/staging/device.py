@@ -71,10 +71,10 @@ def begin_copies(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[DeviceCopy]:
     by_device: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
     for to, source in pairs:
         by_device.setdefault(source.device, []).append((to, source))
-    return [_begin(device, pairs) for device, pairs in by_device.items()]
+    return [_start_copy(device, pairs) for device, pairs in by_device.items()]
 
 
-def _begin(device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> DeviceCopy:
+def _start_copy(device: torch.device, pairs: list[tuple[Tensor, Tensor]]) -> DeviceCopy:
     stream, event = _side_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
     # Behind what training has queued, which may still be computing the values.
     stream.wait_stream(torch.cuda.current_stream(device))

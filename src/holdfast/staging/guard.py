@@ -158,7 +158,7 @@ class Overlapped:
         self._was_checked = False
         self._changed: list[str] = []
 
-    def start(
+    def start_copying(
         self, workers: Workers, num_threads: int, *others: tuple[Workers, Job]
     ) -> list[Future[Any]]:
         """Start copying on `num_threads` workers; queue `others` and return their futures."""
@@ -166,7 +166,7 @@ class Overlapped:
         parts = [(workers, self._take_part)] * num_threads
         return hand_over(*parts, *others)[num_threads:]
 
-    def fail(self, error: BaseException) -> None:
+    def cancel_copy(self, error: BaseException) -> None:
         """Cancel a copy that has not started, and release its waiters; a started one continues."""
         with self._lock:
             self._was_cancelled = not self._is_begun
@@ -183,9 +183,9 @@ class Overlapped:
         if self._is_all_on_device:
             self._check_unchanged()
         else:
-            self.settle(who, timeout_s)
+            self.wait_for_copy(who, timeout_s)
 
-    def settle(self, who: str, timeout_s: float) -> None:
+    def wait_for_copy(self, who: str, timeout_s: float) -> None:
         """Wait until the copy has ended, with or without success.
 
         Raises:
@@ -199,7 +199,7 @@ class Overlapped:
 
     def expect_copied(self, who: str, timeout_s: float) -> None:
         """Wait for the copy; raise its error, such as a tensor that was changed meanwhile."""
-        self.settle(who, timeout_s)
+        self.wait_for_copy(who, timeout_s)
         self.copied.result()
 
     def _take_part(self) -> None:
@@ -217,9 +217,9 @@ class Overlapped:
             self._num_parts -= 1
             is_last = self._num_parts == 0
         if is_last:
-            self._end()
+            self._finish_copy()
 
-    def _end(self) -> None:
+    def _finish_copy(self) -> None:
         try:
             self._check_unchanged()
             self._compare_copies()
@@ -264,8 +264,8 @@ class Overlapped:
 class StepGuard:
     """Delays optimizer steps until the copy of the tensors that they change is done.
 
-    One hook serves all optimizers of the process, also later ones, from the first `watch` to
-    `close`.
+    One hook serves all optimizers of the process, also later ones, from the first `register_hook`
+    to `remove_hook`.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -277,7 +277,7 @@ class StepGuard:
         self.has_seen_capture = False
         """Whether a step was captured in a CUDA graph, whose replays call no hook."""
 
-    def watch(self) -> None:
+    def register_hook(self) -> None:
         """Register the hook that torch calls before every optimizer step."""
         if self._handle is not None:
             return
@@ -296,20 +296,20 @@ class StepGuard:
         weakref.finalize(self, self._handle.remove)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Wait for the copy before an optimizer step; called by the hook of `watch`."""
+        """Wait for the copy before an optimizer step; called by the hook of `register_hook`."""
         if is_capturing():
             # A capture begins with a wait for the whole device, so it copies nothing any
             # more; and during a capture nothing may wait.
             self.has_seen_capture = True
             return
         if self._overlapped is not None:
-            self.wait(f"step() of {type(optimizer).__name__}")
+            self.wait_before_change(f"step() of {type(optimizer).__name__}")
 
     def hold_for(self, overlapped: Overlapped) -> None:
         """Delay optimizer steps, from now on, until the copy `overlapped` is done."""
         self._overlapped = overlapped
 
-    def wait(self, who: str = "fence()") -> None:
+    def wait_before_change(self, who: str = "fence()") -> None:
         """Wait until parameters and optimizer slots may be changed; callable from any thread."""
         overlapped = self._overlapped
         # A forked child has its own memory, and none of the threads that copy.
@@ -320,7 +320,7 @@ class StepGuard:
         if overlapped.copied.done() and self._overlapped is overlapped:
             self._overlapped = None
 
-    def close(self) -> None:
+    def remove_hook(self) -> None:
         """Remove the hook; if a copy is under way it stays until this guard is collected."""
         overlapped = self._overlapped
         is_over = overlapped is None or overlapped.copied.done()

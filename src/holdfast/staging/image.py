@@ -45,7 +45,7 @@ class FileImage(KnownFile):
         super().__init__(file, is_apart=is_apart)
         self.arena = Arena(file.nbytes)
         self.arena.memory[: len(file.header)] = file.header
-        self.views = tuple(self.arena.tensors(file.specs, file.starts))
+        self.views = tuple(self.arena.make_tensor_views(file.specs, file.starts))
         self.large_keys = [(i, file.specs[i].key) for i in self.large]
         """Position in the file and key of each tensor that is copied one by one."""
         self._small_keys = [file.specs[i].key for i in self.small]
@@ -54,11 +54,11 @@ class FileImage(KnownFile):
         self._is_pinned: bool | None = None
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.arena.memory))
 
-    def block(self, number: int) -> memoryview:
+    def get_block_memory(self, number: int) -> memoryview:
         """Return the memory of a block."""
         return self.arena.memory[number * BLOCK_NBYTES : (number + 1) * BLOCK_NBYTES]
 
-    def update(self, key: str, number: int, start: int, source: int, nbytes: int) -> None:
+    def update_block(self, key: str, number: int, start: int, source: int, nbytes: int) -> None:
         """Copy bytes of one block, to `start` from address `source`, unless they are equal."""
         target = self._address + start
         # Changed bytes mostly differ within the first page, found without releasing the lock.
@@ -72,7 +72,7 @@ class FileImage(KnownFile):
         """Return the memory address of the tensor at `position` of the file."""
         return self._address + int(self.file.starts[position])
 
-    def expect(self) -> None:
+    def clear_for_staging(self) -> None:
         """Clear versions, and digests of blocks with small tensors, at the start of a staging."""
         # Small tensors are not compared: that would take longer than to copy all of them.
         self.clear_versions()
@@ -107,10 +107,10 @@ class FileImage(KnownFile):
         self.clear_digests(self.blocks_of(position))
         self.views[position].copy_(source)
 
-    def digest(self, number: int) -> bytes:
+    def digest_block(self, number: int) -> bytes:
         """Return the digest of a block, computed unless it is cached."""
         digests = self.digests
         known = digests[number]
         if known is None:
-            known = digests[number] = blocks.block_digest(self.block(number))
+            known = digests[number] = blocks.block_digest(self.get_block_memory(number))
         return known

@@ -44,13 +44,13 @@ class ImageTransfer(StagingTransfer):
         """`held`: objects to keep alive: memory that `now` reads, and tensors on devices."""
         # Released when all are made, but kept after a failure: a thread may still be copying.
         self._held = held
-        tasks = list(_tasks(now))
+        tasks = list(_chain_tasks(now))
         self._num_now = len(tasks)
         # A list iterator gives each item to one thread, under the lock of the interpreter.
         self._now: Iterator[CopyTask] = iter(tasks)
         # Planned and counted by the threads that copy: there are many, and training waits for
         # this constructor.
-        self._later: Iterator[CopyTask] = Shared(_tasks(later))
+        self._later: Iterator[CopyTask] = Shared(_chain_tasks(later))
         self._works: Sequence[Work] = (*now, *later)
         self._num_missing: dict[_Block, int] | None = None
         self._changed = threading.Condition()
@@ -64,7 +64,7 @@ class ImageTransfer(StagingTransfer):
         self.waited_s = 0.0
 
     @override
-    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
+    def run_copies(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
         for _ in range(min(num_helpers, self._num_now - 1)):
             self._helpers.append(workers.submit(self.help_now))
         self.run_now(timeout_s)
@@ -74,25 +74,25 @@ class ImageTransfer(StagingTransfer):
         return ImageContent(cast(FileImage, known), self)
 
     @override
-    def settle(self, timeout_s: float) -> None:
+    def wait_for_threads(self, timeout_s: float) -> None:
         if wait(self._helpers, timeout=timeout_s).not_done:
             raise DeadlineExceeded(f"staging: a thread still copies after {time_limit(timeout_s)}")
 
     @override
-    def finish(self) -> None:
+    def release_waiters(self) -> None:
         """No-op: each copy is counted when it is made."""
 
     def run_now(self, timeout_s: float) -> None:
         """Make the copies that training waits for, except those that other threads make."""
         began = time.perf_counter()
-        self._run(self._now)
+        self._run_copy_tasks(self._now)
         with self._changed:
             self._changed.wait_for(lambda: self._error or not self._num_now, timeout_s)
             if self._error is not None:
                 raise self._error
         if self._num_now:
             late = DeadlineExceeded(f"staging: not done after {time_limit(timeout_s)}")
-            self.fail(late)
+            self.cancel_copying(late)
             raise late
         self._held = ()
         self.waited_s = time.perf_counter() - began
@@ -100,7 +100,7 @@ class ImageTransfer(StagingTransfer):
 
     def help_now(self) -> None:
         """Help, from another thread, to make the copies that training waits for."""
-        self._run(self._now)
+        self._run_copy_tasks(self._now)
 
     def wait_staged(self, timeout_s: float) -> None:
         """Block until the copies that training waits for are made, or a copy has failed."""
@@ -109,16 +109,16 @@ class ImageTransfer(StagingTransfer):
 
     def run_later(self) -> None:
         """Make the `later` copies, during training, except those that other threads make."""
-        self._run(self._later, is_later=True)
+        self._run_copy_tasks(self._later, is_later=True)
 
     @override
-    def fail(self, error: BaseException) -> None:
+    def cancel_copying(self, error: BaseException) -> None:
         with self._changed:
             self._error = self._error or error
             self._is_staged.set()
             self._changed.notify_all()
 
-    def wait(self, image: FileImage, number: int, timeout_s: float) -> None:
+    def wait_for_block(self, image: FileImage, number: int, timeout_s: float) -> None:
         """Wait until all copies into a block of an image are made."""
         place = (image.file.name, number)
         with self._changed:
@@ -133,7 +133,7 @@ class ImageTransfer(StagingTransfer):
                 f"{time_limit(timeout_s)}"
             )
 
-    def _run(self, tasks: Iterator[CopyTask], *, is_later: bool = False) -> None:
+    def _run_copy_tasks(self, tasks: Iterator[CopyTask], *, is_later: bool = False) -> None:
         try:
             for task in tasks:
                 if self._error is not None:
@@ -141,7 +141,7 @@ class ImageTransfer(StagingTransfer):
                 task.copy()
                 self._count_copy(task, is_later=is_later)
         except BaseException as error:
-            self.fail(error)
+            self.cancel_copying(error)
             raise
 
     def _count_copy(self, task: CopyTask, *, is_later: bool) -> None:
@@ -187,12 +187,12 @@ class ImageContent(StagedContent):
         # the copy is a comparison and there is little to write.
         if not self._transfer.is_early:
             self._transfer.wait_staged(timeout_s)
-        self._transfer.wait(self._image, number, timeout_s)
-        return self._image.block(number)
+        self._transfer.wait_for_block(self._image, number, timeout_s)
+        return self._image.get_block_memory(number)
 
     @override
     def digest(self, number: int) -> bytes:
-        return self._image.digest(number)
+        return self._image.digest_block(number)
 
     @override
     def written(self, number: int) -> None:
@@ -202,11 +202,11 @@ class ImageContent(StagedContent):
     def is_unchanged(self, timeout_s: float) -> bool:
         # Without `wait_staged`: one block that differs is enough.
         for number in range(len(self._image.digests)):
-            self._transfer.wait(self._image, number, timeout_s)
+            self._transfer.wait_for_block(self._image, number, timeout_s)
             if self._image.differs:
                 return False
         return True
 
 
-def _tasks(works: Sequence[Work]) -> Iterator[CopyTask]:
+def _chain_tasks(works: Sequence[Work]) -> Iterator[CopyTask]:
     return chain.from_iterable(work.tasks() for work in works)

@@ -12,7 +12,7 @@ from typing_extensions import override
 from holdfast.format import blocks
 from holdfast.format.layout import BLOCK_NBYTES, tree_file
 from holdfast.staging.layout import KnownFile
-from holdfast.threads.workers import Workers, cancel, gather
+from holdfast.threads.workers import Workers, cancel, gather_results
 
 
 class Content(Protocol):
@@ -77,7 +77,7 @@ class StagingTransfer(Protocol):
     waited_s: float
     """Seconds that training has waited for copies."""
 
-    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
+    def run_copies(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
         """Make the copies that training waits for, and return when training may go on."""
         ...
 
@@ -85,14 +85,14 @@ class StagingTransfer(Protocol):
         """Return a reader of the blocks of one of the tensor files."""
         ...
 
-    def fail(self, error: BaseException) -> None:
+    def cancel_copying(self, error: BaseException) -> None:
         """Stop copying, because training continues: the save of the state fails with `error`.
 
         In waves, waits for the block that is being copied right now.
         """
         ...
 
-    def settle(self, timeout_s: float) -> None:
+    def wait_for_threads(self, timeout_s: float) -> None:
         """Wait until no thread copies for this transfer any more.
 
         Raises:
@@ -100,7 +100,7 @@ class StagingTransfer(Protocol):
         """
         ...
 
-    def finish(self) -> None:
+    def release_waiters(self) -> None:
         """Release waiters: the save has ended, or reads no live tensor any more."""
         ...
 
@@ -124,7 +124,7 @@ class Staged:
         return sorted(all_files, key=lambda known: known.is_apart)
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def file_sizes(self) -> dict[str, int]:
         """Length in bytes of each file but the index."""
         tensors = {known.file.name: known.file.nbytes for known in self.all_files}
         return tensors | {tree_file(name): len(tree) for name, tree in self.trees.items()}
@@ -132,9 +132,9 @@ class Staged:
     @property
     def nbytes(self) -> int:
         """Total length in bytes of all files but the index."""
-        return sum(self.sizes.values())
+        return sum(self.file_sizes.values())
 
-    def digest(self, known: KnownFile, workers: Workers, timeout_s: float) -> bytes:
+    def compute_digests(self, known: KnownFile, workers: Workers, timeout_s: float) -> bytes:
         """Compute and return the joined digests of all blocks of a file, without writing it."""
         content = self.transfer.content(known)
         jobs = []
@@ -148,7 +148,7 @@ class Staged:
             # Later they would hash memory into which the next save copies.
             cancel(jobs, timeout_s=timeout_s)
             raise
-        gather(jobs, timeout_s=timeout_s, what=f"digest of {known.file.name}")
+        gather_results(jobs, timeout_s=timeout_s, what=f"digest of {known.file.name}")
         return known.all_digests()
 
 

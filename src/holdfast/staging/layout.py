@@ -70,7 +70,7 @@ class KnownFile:
         assert len(known) == len(self.digests), self.file.name
         return b"".join(known)
 
-    def committed(self) -> frozenset[str] | None:
+    def record_commit(self) -> frozenset[str] | None:
         """Record that these bytes were committed; return the keys of the tensors that changed.
 
         None for the first checkpoint; others are compared with the one before. Tensors that were

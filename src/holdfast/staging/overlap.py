@@ -55,7 +55,7 @@ class Overlap:
         self.step_guard = StepGuard(timeout_s=timeout_s)
         if mode:
             # Registered at the start, not for each copy: compiled steps are traced with the hook.
-            self.step_guard.watch()
+            self.step_guard.register_hook()
 
     def guard(self, captured: Captured) -> Guarded:
         """Choose and record the tensors that are copied during training.
@@ -126,7 +126,7 @@ class Overlap:
         eligible = self._eligible[component.name] = _as_eligible(component, chosen, takes_small)
         return eligible
 
-    def begin(
+    def prepare_copy(
         self,
         guarded: Guarded,
         staged: Staged,

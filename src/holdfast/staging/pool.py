@@ -12,7 +12,7 @@ from holdfast.format.blocks import block_digest
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.staging.interfaces import StagedContent
 from holdfast.staging.layout import KnownFile
-from holdfast.threads.buffers import take
+from holdfast.threads.buffers import allocate_pages
 
 
 class Pool:
@@ -20,12 +20,12 @@ class Pool:
 
     def __init__(self, nbytes: int) -> None:
         """Allocate the memory, in whole blocks."""
-        self._memory = memoryview(take(nbytes - nbytes % BLOCK_NBYTES))
+        self._memory = memoryview(allocate_pages(nbytes - nbytes % BLOCK_NBYTES))
         self._free: SimpleQueue[int] = SimpleQueue()
         for number in range(nbytes // BLOCK_NBYTES):
             self._free.put(number)
 
-    def take(self, timeout_s: float) -> int:
+    def acquire_buffer(self, timeout_s: float) -> int:
         """Wait for a free buffer, and return its number."""
         try:
             return self._free.get(timeout=timeout_s)
@@ -34,7 +34,7 @@ class Pool:
                 f"memory for a wave: no block was written within {time_limit(timeout_s)}"
             ) from None
 
-    def give_back(self, buffer: int) -> None:
+    def release_buffer(self, buffer: int) -> None:
         """Return an unused buffer to the pool."""
         self._free.put(buffer)
 
@@ -66,11 +66,11 @@ class PooledContent(StagedContent):
             digest = self._known.digests[number] = block_digest(memory)
             return digest
         finally:
-            self._release(number)
+            self._free_buffer(number)
 
     @override
     def written(self, number: int) -> None:
-        self._release(number)
+        self._free_buffer(number)
 
     @override
     def is_unchanged(self, timeout_s: float) -> bool:
@@ -83,7 +83,7 @@ class PooledContent(StagedContent):
                 return False
         return True
 
-    def _release(self, number: int) -> None:
+    def _free_buffer(self, number: int) -> None:
         """Free a block's buffer on the second call, when it is both hashed and written."""
         # Called by the thread that hashes and by the one that writes.
         with self._lock:
@@ -91,7 +91,7 @@ class PooledContent(StagedContent):
                 self._half_done.add(number)
                 return
             buffer = self._buffers.pop(number)
-        self._pool.give_back(buffer)
+        self._pool.release_buffer(buffer)
 
     def block_nbytes(self, number: int) -> int:
         """Return the length of a block."""

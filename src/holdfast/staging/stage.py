@@ -53,9 +53,9 @@ class Grouping:
         self._required: dict[str, int] = {}
         self.apart: frozenset[str] = frozenset()
         self.has_moved = False
-        """Whether `apart` has changed since the last `settle`."""
+        """Whether `apart` has changed since the last `finish_layout`."""
 
-    def settle(self) -> frozenset[str]:
+    def finish_layout(self) -> frozenset[str]:
         """Return `apart` for a new layout of the files, and reset `has_moved`."""
         self.has_moved = False
         return self.apart
@@ -112,7 +112,7 @@ class Stager:
         kept = sum(known.file.nbytes for files in others for known in files)
         return wanted + kept > self._budget
 
-    def prepare(
+    def prepare_staging(
         self,
         captured: Captured,
         *,
@@ -123,8 +123,8 @@ class Stager:
 
         The next call overwrites the images. Images of components that it lacks are kept for a save
         that has them again. Tensors in `overlapped`, keys by component, are copied by
-        `ImageTransfer.run_later`, the others by `ImageTransfer.copy`. With `is_awaited` writing
-        begins during the copies, which delays them and shortens the whole save.
+        `ImageTransfer.run_later`, the others by `ImageTransfer.copy_tensors`. With `is_awaited`
+        writing begins during the copies, which delays them and shortens the whole save.
         """
         if self.takes_waves(captured):
             return self._in_waves(captured)
@@ -144,9 +144,9 @@ class Stager:
                 continue
             plan = self._plan_of(component, keys, images)
             for image in images:
-                image.expect()
+                image.clear_for_staging()
             for runs in plan.small_now:
-                runs.copy(component.addresses)
+                runs.copy_tensors(component.addresses)
             later += (SmallCopy(runs, component.addresses) for runs in plan.small_later)
             now += (Runs(*some, component.addresses) for some in plan.now)
             held += _storages(plan, component.tensors)
@@ -174,7 +174,7 @@ class Stager:
     ) -> _CopyPlan:
         known = self._plans.get(component.name)
         if known is None or known.keys is not keys or known.images is not images:
-            known = self._plans[component.name] = _plan(component.specs, keys, images)
+            known = self._plans[component.name] = _plan_copies(component.specs, keys, images)
         return known
 
     def _in_waves(self, captured: Captured) -> Staged:
@@ -196,20 +196,20 @@ class Stager:
         }
         return self._staged(components, WaveTransfer(tensors, self._pool))
 
-    def failed(self, staged: Staged) -> None:
+    def discard_failed(self, staged: Staged) -> None:
         """Discard digests and buffers that the threads of a failed save may still use."""
         for known in staged.all_files:
             known.doubt()
         self._pool = None
 
-    def committed(self, staged: Staged) -> None:
+    def record_changed_tensors(self, staged: Staged) -> None:
         """Record which tensors a commit changed, to group the unchanging ones in files."""
         for name, files in staged.files.items():
-            changed = [known.committed() for known in files]
+            changed = [known.record_commit() for known in files]
             if None not in changed:
                 self._groups[name].observe({key for keys in changed for key in keys or ()})
 
-    def release(self) -> None:
+    def free_memory(self) -> None:
         """Free all images and buffers. No save may be under way."""
         self._pool = None
         self._specs.clear()
@@ -228,7 +228,7 @@ class Stager:
         self._plans.pop(name, None)
         # Set last: if there is no memory for the new files, the next call plans again.
         self._specs.pop(name, None)
-        apart = self._groups[name].settle()
+        apart = self._groups[name].finish_layout()
         files = (
             lay_out(name, specs, apart=apart)
             if numbers is None
@@ -256,7 +256,7 @@ class _CopyPlan:
     later: Sequence[tuple[FileImage, Sequence[tuple[int, int]]]]
 
 
-def _plan(
+def _plan_copies(
     specs: Sequence[TensorSpec], keys: Collection[str], images: Sequence[FileImage]
 ) -> _CopyPlan:
     numbers = {spec.key: number for number, spec in enumerate(specs)}
@@ -304,7 +304,7 @@ def _add_all(
     """Copy the small tensors of all images, and plan the copies of the others."""
     with torch.inference_mode(False), torch.no_grad():
         for image in images:
-            image.expect()
+            image.clear_for_staging()
             image.overwrite_small(tensors)
             _add_works(image, tensors, overlapped, now, later)
 

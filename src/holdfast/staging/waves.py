@@ -41,7 +41,7 @@ class WaveTransfer(StagingTransfer):
         self._error: BaseException | None = None
 
     @override
-    def copy(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
+    def run_copies(self, workers: Workers, num_helpers: int, timeout_s: float) -> None:
         # The thread that writes copies each block when it needs it; training only waits.
         began = time.perf_counter()
         if not self._is_finished.wait(timeout_s):
@@ -57,21 +57,21 @@ class WaveTransfer(StagingTransfer):
         return WaveContent(known, tensors, self)
 
     @override
-    def fail(self, error: BaseException) -> None:
+    def cancel_copying(self, error: BaseException) -> None:
         with self._lock:
             self._error = error
 
     @override
-    def settle(self, timeout_s: float) -> None:
+    def wait_for_threads(self, timeout_s: float) -> None:
         """No-op: only the thread that writes the save copies."""
 
     @override
-    def finish(self) -> None:
+    def release_waiters(self) -> None:
         self._is_finished.set()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Block `fail` during the `with` block; raise its error if it was called before."""
+    def block_failure(self) -> Iterator[None]:
+        """Block `cancel_copying` in the `with` block; raise its error if it was called before."""
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -91,7 +91,7 @@ class WaveContent(PooledContent):
 
     @override
     def block(self, number: int, timeout_s: float) -> memoryview:
-        buffer = self._buffers[number] = self._pool.take(timeout_s)
+        buffer = self._buffers[number] = self._pool.acquire_buffer(timeout_s)
         return self.fill(buffer, number)
 
     def fill(self, buffer: int, number: int) -> memoryview:
@@ -103,19 +103,19 @@ class WaveContent(PooledContent):
         stop, starts = start + len(memory), self._file.starts
         position = max(bisect_right(starts, start) - 1, 0)
         # Live tensors may require grad, and autograd would record the copy.
-        with self._transfer.held(), torch.inference_mode(False), torch.no_grad():
+        with self._transfer.block_failure(), torch.inference_mode(False), torch.no_grad():
             target = torch.frombuffer(memory, dtype=torch.uint8)
             while position < len(starts) and starts[position] < stop:
                 first = starts[position]
                 last = first + self._file.specs[position].nbytes
                 low, high = max(first, start), min(last, stop)
                 if low < high:
-                    part = self._flat(position)[low - first : high - first]
+                    part = self._get_flat_bytes(position)[low - first : high - first]
                     target[low - start : high - start].copy_(part)
                 position += 1
         return memory
 
-    def _flat(self, position: int) -> Tensor:
+    def _get_flat_bytes(self, position: int) -> Tensor:
         """Return a tensor's bytes as a flat tensor; a non-contiguous one is copied, and cached."""
         source = self._tensors[self._file.specs[position].key]
         if source.is_contiguous() and not (source.is_conj() or source.is_neg()):

@@ -120,7 +120,7 @@ class Prepared:
         self._tolerated = replace(self._tolerated, unexpected=unexpected)
         self.notes += tuple(f"{path}: {NOT_LOADED}" for path in paths)
 
-    def apply(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
+    def apply_values(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
         """Put the stored values into the live objects. Call once.
 
         Calls `ready` first if that was not done, and raises its errors before anything changes.
@@ -333,7 +333,7 @@ def _report_selection(
     omitted = [name for name in everything if name not in wanted]
     if omitted:
         problems.notes.append(f"not selected: {', '.join(omitted)}")
-    problems.notes += [*wishes.selection.notes(planned), *lost]
+    problems.notes += [*wishes.selection.list_excluded(planned), *lost]
 
 
 def _checked_components(
@@ -371,6 +371,6 @@ def _plan(
         inspected = optimizers.inspect(live, parameters)
         return optimizers.OptimizerPlan(name, inspected, stored.tensors)
     if kind == "generator":
-        return None if selection.leaves(name) else GeneratorPlan(name, live, stored.tensors)
+        return None if selection.is_excluded(name) else GeneratorPlan(name, live, stored.tensors)
     plan = TreePlan if kind == "tree" else ObjectPlan
     return plan(name, live, stored.tensors)

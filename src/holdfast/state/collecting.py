@@ -64,7 +64,7 @@ class Leaves:
 
     _refs: dict[Hashable, TensorRef] = field(default_factory=dict)
 
-    def add(self, tensor: Tensor, path: str) -> TensorRef | Refused:
+    def add_tensor(self, tensor: Tensor, path: str) -> TensorRef | Refused:
         """Add a tensor; returns its reference, the same for the same memory, or the refusal."""
         reason = refusal(tensor)
         if reason is not None:
@@ -104,7 +104,7 @@ class Leaves:
         """Return the name under which a device is saved, the same on all ranks."""
         return device.type if self.is_shared else str(device)
 
-    def refuse(self, path: str, reason: str) -> None:
+    def record_refusal(self, path: str, reason: str) -> None:
         """Record that the value at `path` cannot be saved."""
         shown = self.key_of(path)
         self.offenders.append((f"{self.component}.{shown}" if shown else self.component, reason))

@@ -263,7 +263,7 @@ def _is_fsdp1(kind: type) -> bool:
     )
 
 
-def unwrap(module: nn.Module) -> nn.Module:
+def unwrap_module(module: nn.Module) -> nn.Module:
     """Return the module inside wrappers of torch.compile and data parallelism."""
     while True:
         # Compared by name: importing the class would import all of dynamo.
@@ -329,7 +329,7 @@ class ParameterNames:
     homes: Mapping[int, tuple[str, str]]
     """id of the parameter -> (component, name inside it); of several names the first."""
 
-    def home(self, parameter: Tensor) -> tuple[str, str] | None:
+    def find_parameter(self, parameter: Tensor) -> tuple[str, str] | None:
         """Return (component, name) of a parameter; None if no module of the state has it."""
         return self.homes.get(id(parameter))
 
@@ -338,7 +338,7 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> ParameterNames:
     """Name the parameters of the given components; the modules must stay alive meanwhile."""
     homes: dict[int, tuple[str, str]] = {}
     for component, wrapped in modules:
-        module = unwrap(wrapped)
+        module = unwrap_module(wrapped)
         for inner in module.modules():
             reshard(inner)
         cleaner = cleaner_of(module)
@@ -352,7 +352,7 @@ def structure(wrapped: nn.Module) -> list[Any]:
 
     Equal for two calls only when all of it is the same. Holds no tensors.
     """
-    module = unwrap(wrapped)
+    module = unwrap_module(wrapped)
     if type(module).named_parameters is not nn.Module.named_parameters:
         return [object()]  # the module overrides the names
     outline: list[Any] = []

@@ -7,7 +7,7 @@ from itertools import takewhile
 from typing import Any
 
 from holdfast.format.nodes import TensorRef
-from holdfast.format.objects import document, join
+from holdfast.format.objects import document, join_path
 
 ABSENT = object()
 """In place of an entry that one of the trees does not have."""
@@ -29,8 +29,8 @@ def first_difference(one: Any, other: Any, path: str = "") -> tuple[str, str, st
     """Return the path of the first entry that differs in two decoded values, and both entries."""
     for name, left, right in _entries(one, other):
         if not are_equal(left, right):
-            return first_difference(left, right, join(path, name))
-    return path, *_shown(one, other)
+            return first_difference(left, right, join_path(path, name))
+    return path, *_show_both(one, other)
 
 
 def _entries(one: Any, other: Any) -> Iterator[tuple[object, Any, Any]]:
@@ -43,11 +43,11 @@ def _entries(one: Any, other: Any) -> Iterator[tuple[object, Any, Any]]:
             yield number, *pair
 
 
-def _shown(one: Any, other: Any) -> tuple[str, str]:
+def _show_both(one: Any, other: Any) -> tuple[str, str]:
     """Show two values; of long texts the part around their first difference."""
     texts = [repr(value) for value in (one, other)]
     if one is ABSENT or other is ABSENT:
-        texts = ["absent" if value is ABSENT else _named(value) for value in (one, other)]
+        texts = ["absent" if value is ABSENT else _format_value(value) for value in (one, other)]
     if texts[0] == texts[1]:
         texts = [
             f"{text} ({type(value).__name__})"
@@ -57,14 +57,14 @@ def _shown(one: Any, other: Any) -> tuple[str, str]:
         return texts[0], texts[1]
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
     start = max(0, same - _NUM_BEFORE) if same > _NUM_SHOWN - _NUM_BEFORE else 0
-    cut = [_cut(text, start) for text in texts]
+    cut = [_cut_excerpt(text, start) for text in texts]
     return cut[0], cut[1]
 
 
-def _named(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "present" if isinstance(value, dict | list | TensorRef) else repr(value)
 
 
-def _cut(text: str, start: int) -> str:
+def _cut_excerpt(text: str, start: int) -> str:
     end = start + _NUM_SHOWN
     return f"{'…' if start else ''}{text[start:end]}{'…' if end < len(text) else ''}"

@@ -135,7 +135,7 @@ def is_global(generator: Any) -> bool:
     return any(generator is one for one in known)
 
 
-def read(generator: Any) -> tuple[str, dict[str, Any]]:
+def read_generator_state(generator: Any) -> tuple[str, dict[str, Any]]:
     """Return a generator's kind and the members of its state: tensors, arrays and plain values.
 
     Raises:
@@ -214,8 +214,8 @@ def _is_int(value: object, low: int, high: int) -> bool:
     return type(value) is int and low <= value <= high
 
 
-def write(generator: Any, members: Mapping[str, Any]) -> None:
-    """Set the state of a live generator of the same kind, with members as `read` gave them."""
+def write_generator_state(generator: Any, members: Mapping[str, Any]) -> None:
+    """Set the state of a live generator of the same kind, from `read_generator_state`."""
     kind = kind_of(generator)
     if kind == "torch":
         # A copy: torch 2.13 reads from the storage's first byte, whatever the view's offset.
@@ -255,7 +255,7 @@ def inexact(generator: Any, node: GeneratorState) -> str | None:
     if node.kind != "numpy" or _TAKES_SEEDS:
         return None
     seeds = node.members.get("seed_seq")
-    if seeds is None or seeds == read(generator)[1].get("seed_seq"):
+    if seeds is None or seeds == read_generator_state(generator)[1].get("seed_seq"):
         return None
     return "numpy below 2.0 cannot take a seed sequence, so `spawn` gives other children"
 
@@ -288,7 +288,7 @@ def _present_device(name: object) -> torch.device:
 
 def misfit(generator: Any, node: GeneratorState, specs: Mapping[str, TensorSpec]) -> str | None:
     """Return why the stored state does not fit `generator`, or None if it does."""
-    kind, live = read(generator)
+    kind, live = read_generator_state(generator)
     if node.kind != kind:
         return f"stored kind {node.kind!r}, live {kind!r}"
     stored = dict(node.members)

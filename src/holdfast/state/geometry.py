@@ -78,11 +78,11 @@ def in_order(splits: Sequence[Split], mesh_shape: Sequence[int]) -> list[Split]:
     ordered: list[Split] = []
     for dim in sorted({split.dim for split in splits}):
         own = [split for split in splits if split.dim == dim]
-        ordered += _decoded(own, mesh_shape) or own
+        ordered += _order_splits(own, mesh_shape) or own
     return ordered
 
 
-def _decoded(splits: Sequence[Split], mesh_shape: Sequence[int]) -> list[Split] | None:
+def _order_splits(splits: Sequence[Split], mesh_shape: Sequence[int]) -> list[Split] | None:
     order: list[Split] = []
     for split in reversed(splits):
         shards_before = accumulate((mesh_shape[it.over] for it in order), mul, initial=1)

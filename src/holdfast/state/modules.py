@@ -23,7 +23,7 @@ from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.collecting import Leaves
-from holdfast.state.components import Cleaner, cleaner_of, is_of_fsdp, unwrap
+from holdfast.state.components import Cleaner, cleaner_of, is_of_fsdp, unwrap_module
 from holdfast.state.leaves import PASSING, identity, is_dtensor, local_of, refusal
 from holdfast.state.planning.copying import (
     Fetching,
@@ -36,7 +36,7 @@ from holdfast.state.planning.copying import (
 from holdfast.state.planning.livevalues import revive
 from holdfast.state.planning.merge import Claims, is_writable_in_place
 from holdfast.state.planning.plans import LoadPlan
-from holdfast.state.planning.trial import put_back
+from holdfast.state.planning.trial import undo_changes
 from holdfast.state.prefixes import proposal
 from holdfast.state.selection import NOT_LOADED, Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, encoded, keys_in, owned
@@ -108,7 +108,7 @@ class LiveModule:
 
 def state_of(component: str, wrapped: nn.Module) -> Mapping[str, Any]:
     """Call `state_dict` of a module."""
-    module = unwrap(wrapped)
+    module = unwrap_module(wrapped)
     try:
         return module.state_dict()
     except Exception as error:
@@ -132,7 +132,7 @@ def _expect_extra_state(path: str, inner: nn.Module) -> None:
 
 def inspect(wrapped: nn.Module, state: Mapping[str, Any]) -> LiveModule:
     """Collect entries, leaves and versions of a module. `state`: its `state_dict()`."""
-    module = unwrap(wrapped)
+    module = unwrap_module(wrapped)
     cleaner = cleaner_of(module)
     submodules = [*module.named_modules(remove_duplicate=False)]
     paths = tuple((raw, cleaner.clean(raw)) for raw, _ in submodules)
@@ -174,7 +174,7 @@ def _versions(
 
 def buffer_names(wrapped: nn.Module) -> frozenset[str]:
     """Return the clean names of a module's buffers."""
-    module = unwrap(wrapped)
+    module = unwrap_module(wrapped)
     cleaner = cleaner_of(module)
     buffers = module.named_buffers(remove_duplicate=False)
     return frozenset(cleaner.clean(raw) for raw, _ in buffers)
@@ -200,7 +200,7 @@ def _live_leaves(
         if not isinstance(value, Tensor):
             continue
         live = named.get(name)
-        if live is not None and _is_same(live, value):
+        if live is not None and _is_same_tensor(live, value):
             leaves[name] = live
         elif refusal(value) is None:
             others[name] = value
@@ -212,7 +212,7 @@ def _live_leaves(
     return {name: leaves[name] for name in entries if name in leaves}
 
 
-def _is_same(live: Tensor, value: Tensor) -> bool:
+def _is_same_tensor(live: Tensor, value: Tensor) -> bool:
     if live is value:
         return True
     if refusal(live) is not None:
@@ -298,7 +298,7 @@ def not_loadable(wrapped: nn.Module, state: Mapping[str, Any]) -> list[tuple[str
         for (_, clean), inner in zip(live.raw_paths, named, strict=True)
         if clean in homes or _is_within(clean, live.own_loading)
     ]
-    with put_back(module.modules(), written=written):
+    with undo_changes(module.modules(), written=written):
         try:
             module.load_state_dict(state)
         except Exception as error:  # noqa: BLE001 - code of others
@@ -321,7 +321,7 @@ def not_saved(component: str, wrapped: nn.Module, elsewhere: Collection[int] = (
 
     `elsewhere`: ids of objects that are saved as other components.
     """
-    module = unwrap(wrapped)
+    module = unwrap_module(wrapped)
     cleaner = cleaner_of(module)
     lines = []
     for raw, inner in module.named_modules():
@@ -368,9 +368,9 @@ def capture_module(
     """
     live = inspect(module, state)
     for name in live.collisions:
-        leaves.refuse(name, _COLLISION)
+        leaves.record_refusal(name, _COLLISION)
     for key in live.strange_keys:
-        leaves.refuse(key, "a key of the state_dict that is no text")
+        leaves.record_refusal(key, "a key of the state_dict that is no text")
     versions = {
         path: version
         for path, version in (live.versions or {}).items()
@@ -407,13 +407,13 @@ class ModulePlan(LoadPlan):
             raise FormatError(f"{component}: the stored tree is not from a module")
         for name in live.collisions:
             problems.offenders.append((f"{component}.{name}", _COLLISION))
-        renamed = wishes.rename.apply(stored.value, component)
+        renamed = wishes.rename.map_names(stored.value, component)
         self._versions = _renamed_versions(stored.versions, renamed)
         old_names = {new: old for old, new in renamed.items()}
         left = {
             name
             for name in {**live.entries, **old_names}
-            if wishes.selection.leaves(component, name, old_names.get(name, name))
+            if wishes.selection.is_excluded(component, name, old_names.get(name, name))
         }
         wanted = {new: stored.value[old] for old, new in renamed.items() if new not in left}
         loaded = [name for name in live.entries if name not in left]
@@ -445,7 +445,7 @@ class ModulePlan(LoadPlan):
         if not stored:
             return
         live = {path: buffer for path, _, _, buffer in buffers_of(self._live.module)}
-        for old, new in wishes.rename.apply(stored, self._component).items():
+        for old, new in wishes.rename.map_names(stored, self._component).items():
             if new not in live or self._is_left(wishes, new, old):
                 continue
             grown = other_size(stored[old], live[new])
@@ -506,7 +506,7 @@ class ModulePlan(LoadPlan):
         elif not isinstance(value, TensorRef):
             problems.other.append(f"{path}: the live value is a tensor, the stored one is not")
         else:
-            problems.compare(path, self._specs[value.key], live, any_shape=self._is_own(name))
+            problems.check_spec(path, self._specs[value.key], live, any_shape=self._is_own(name))
             self.destinations.match(live, value, path, problems)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
@@ -534,21 +534,21 @@ class ModulePlan(LoadPlan):
         lifting = Lifting(copied)
         values = {name: lifting.lift_tree(value) for name, value in kept.items()}
         tried = [*live.module.modules()] if self._is_opaque else [*live.extras.values()]
-        with put_back(tried, written=tried):
+        with undo_changes(tried, written=tried):
             try:
-                missing, unexpected = self._run(values)
+                missing, unexpected = self._call_module_loader(values)
             except Exception as error:
-                raise self._refused(str(error)) from error
+                raise self._make_refusal(str(error)) from error
         if self._is_strict and (missing or unexpected):
-            raise self._refused("")
+            raise self._make_refusal("")
         for names, why in (
             (missing, "not in the checkpoint, unchanged"),
             (unexpected, NOT_LOADED),
         ):
             for name in names:
-                claims.note(f"{self._component}.{name}: {why}")
+                claims.add_note(f"{self._component}.{name}: {why}")
 
-    def _refused(self, error: str) -> MismatchError:
+    def _make_refusal(self, error: str) -> MismatchError:
         component, kind = self._component, type(self._live.module).__name__
         names = self._live.entries.keys() - self._left
         hint = proposal([(self._wanted, names)]) if self._missing else None
@@ -560,7 +560,7 @@ class ModulePlan(LoadPlan):
             hint="\n".join(filter(None, (hint, reason if error else ""))),
         )
 
-    def _run(self, values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    def _call_module_loader(self, values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """Call the module's own loading code; returns names that it misses and does not know."""
         live = self._live
         if not self._is_opaque:
@@ -598,7 +598,7 @@ class ModulePlan(LoadPlan):
     def finish(self) -> None:
         """Call the module's own loading code, if any: `load_state_dict` or `set_extra_state`."""
         if self._has_own:
-            self._run(self._lifted)
+            self._call_module_loader(self._lifted)
 
     def _with_versions(self, raw: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict with the versions of submodules, which a module's code may read."""

@@ -56,7 +56,8 @@ class LiveOptimizer:
 def inspect(optimizer: Optimizer, names: ParameterNames) -> LiveOptimizer:
     """Name every parameter of `optimizer`, without changing its state."""
     homes = [
-        [names.home(parameter) for parameter in group["params"]] for group in optimizer.param_groups
+        [names.find_parameter(parameter) for parameter in group["params"]]
+        for group in optimizer.param_groups
     ]
     modules = tuple(dict.fromkeys(home[0] for group in homes for home in group if home))
     parameters: dict[str, Tensor] = {}
@@ -64,7 +65,7 @@ def inspect(optimizer: Optimizer, names: ParameterNames) -> LiveOptimizer:
     for g, group in enumerate(optimizer.param_groups):
         group_names = []
         for i, parameter in enumerate(group["params"]):
-            name = _unique(_name(homes[g][i], g, i, len(modules) > 1), parameters)
+            name = _unique(_name_parameter(homes[g][i], g, i, len(modules) > 1), parameters)
             parameters[name] = parameter
             group_names.append(name)
         groups.append(tuple(group_names))
@@ -73,7 +74,7 @@ def inspect(optimizer: Optimizer, names: ParameterNames) -> LiveOptimizer:
     )
 
 
-def _name(home: tuple[str, str] | None, group: int, index: int, is_prefixed: bool) -> str:
+def _name_parameter(home: tuple[str, str] | None, group: int, index: int, is_prefixed: bool) -> str:
     if home is None:
         return f"group{group}.param{index}"
     return f"{home[0]}.{home[1]}" if is_prefixed else home[1]
@@ -102,7 +103,7 @@ class Naming:
         self._groups: tuple[tuple[str, ...], ...] = ()
         self._modules: tuple[str, ...] = ()
 
-    def of(self, optimizer: Optimizer, names: ParameterNames) -> LiveOptimizer:
+    def name_parameters(self, optimizer: Optimizer, names: ParameterNames) -> LiveOptimizer:
         """Name the parameters as `inspect` does; cached while they are the same."""
         ids = [list(map(id, group["params"])) for group in optimizer.param_groups]
         if self._names is not names or ids != self._ids:
@@ -198,7 +199,7 @@ def _state_by_name(live: LiveOptimizer, leaves: Leaves) -> tuple[dict[str, Any],
             slots[by_id[id(key)]] = value
         else:
             shown = f"a tensor {list(key.shape)}" if isinstance(key, Tensor) else repr(key)[:80]
-            leaves.refuse("state", f"state of {shown}, which is in no parameter group")
+            leaves.record_refusal("state", f"state of {shown}, which is in no parameter group")
     return {name: slots[name] for name in live.parameters if name in slots}, extra
 
 
@@ -216,7 +217,7 @@ class _StoredOptimizer:
     extra: dict[str, Any]
 
 
-def _parse(tree: Any, what: str) -> _StoredOptimizer:
+def _parse_optimizer(tree: Any, what: str) -> _StoredOptimizer:
     expected = {
         "type": str,
         "modules": list,
@@ -252,7 +253,7 @@ def _checked_names(group: Any, what: str) -> list[str]:
 
 def check_tree(tree: Any, what: str) -> None:
     """Check that a decoded tree is that of an optimizer."""
-    _parse(tree, what)
+    _parse_optimizer(tree, what)
 
 
 class _ParameterPlacement(Placement):
@@ -266,14 +267,14 @@ class _ParameterPlacement(Placement):
         self._home = home
 
     @override
-    def device(self, ref: TensorRef) -> torch.device:
+    def choose_device(self, ref: TensorRef) -> torch.device:
         return self._parameter.device if self._home in (None, ref.device) else _CPU
 
     @override
-    def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
+    def make_tensor(self, ref: TensorRef, stored: Tensor) -> Tensor:
         # With the parameter's strides where it has the parameter's shape: fused kernels pair
         # elements by their position in memory, whatever the strides say.
-        parameter, device = local_of(self._parameter), self.device(ref)
+        parameter, device = local_of(self._parameter), self.choose_device(ref)
         if stored.shape != parameter.shape or parameter.is_contiguous():
             return owned(stored, device)
         like = torch.empty_like(parameter, dtype=stored.dtype, device=device, requires_grad=False)
@@ -302,7 +303,7 @@ class OptimizerPlan(LoadPlan):
         optimizer = self._live.optimizer
         live_values = [optimizer.param_groups, list(optimizer.state.values())]
         tree = revive(skeleton, live_values, self._component, problems)
-        stored = self._stored = _parse(tree, f"{self._component}'s tree")
+        stored = self._stored = _parse_optimizer(tree, f"{self._component}'s tree")
         self._check_type(problems)
         self._new_names = self._renamed(wishes)
         self._match_names(problems)
@@ -361,7 +362,7 @@ class OptimizerPlan(LoadPlan):
             by_prefix.setdefault(prefix + "." if prefix in prefixes else "", []).append(name)
         renamed: dict[str, str] = {}
         for prefix, names in by_prefix.items():
-            plain = wishes.rename.apply(
+            plain = wishes.rename.map_names(
                 [name.removeprefix(prefix) for name in names], f"{self._component}.{prefix}"
             )
             renamed.update({prefix + old: prefix + new for old, new in plain.items()})
@@ -426,7 +427,7 @@ class OptimizerPlan(LoadPlan):
                     continue
                 if isinstance(value, TensorRef):
                     spec, at = self._specs[value.key], f"{self._component}.{path}"
-                    problems.compare(at, spec, live)
+                    problems.check_spec(at, spec, live)
                 elif not isinstance(value, int | float) or live.numel() != 1:
                     problems.other.append(f"{self._component}.{path}: live it is a tensor")
 
@@ -500,14 +501,14 @@ class OptimizerPlan(LoadPlan):
             merge.then(partial(state.pop, parameter, None))
             return
         if not isinstance(stored, dict | None):
-            new = merge.merge(live, stored, self._place(old, "", parameter, options))
+            new = merge.merge(live, stored, self._place_slot(old, "", parameter, options))
             merge.then(partial(state.__setitem__, parameter, new))
             return
         target = live if isinstance(live, dict) else {}
         slots = dict(kept)
         for slot, value in (stored or {}).items():
             if not self._omits_slot(name, old, slot):
-                place = self._place(old, slot, parameter, options)
+                place = self._place_slot(old, slot, parameter, options)
                 slots[slot] = merge.merge(target.get(slot), value, place)
         merge.then(partial(_refill, state, parameter, target, slots))
 
@@ -546,9 +547,11 @@ class OptimizerPlan(LoadPlan):
         return self._omits(f"{name}.{slot}", f"{old}.{slot}")
 
     def _omits(self, *paths: str) -> bool:
-        return self._wishes.selection.leaves(self._component, *paths)
+        return self._wishes.selection.is_excluded(self._component, *paths)
 
-    def _place(self, old: str, slot: Any, parameter: Tensor, options: dict[str, Any]) -> Placement:
+    def _place_slot(
+        self, old: str, slot: Any, parameter: Tensor, options: dict[str, Any]
+    ) -> Placement:
         """Return the placement of a slot's tensor, for when a new one must be made.
 
         That is its parameter's device if it was saved from there, else the CPU. For `step`, torch

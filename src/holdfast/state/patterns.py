@@ -51,7 +51,7 @@ def covers(pattern: Sequence[str], path: Sequence[str]) -> bool:
     return True
 
 
-def listed(entries: Iterable[str], argument: str) -> tuple[str, ...]:
+def convert_names(entries: Iterable[str], argument: str) -> tuple[str, ...]:
     """Convert the names that a caller gave for `argument` to a tuple."""
     if isinstance(entries, str):
         hint = f"pass a collection of names, e.g. [{entries!r}]"
@@ -67,7 +67,7 @@ class Entries:
 
     def __init__(self, entries: Collection[str], argument: str) -> None:
         """Parse entries; `argument` is the name of the argument, for messages."""
-        entries = listed(entries, argument)
+        entries = convert_names(entries, argument)
         self._argument = argument
         self._patterns = {entry: entry.split(".") for entry in entries}
         self._unused = dict.fromkeys(self._patterns)

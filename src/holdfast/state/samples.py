@@ -117,14 +117,14 @@ def first_difference(
     at = np.unravel_index(places_of(math.prod(spec.shape), turn)[number], spec.shape)
     place = [int(n) + offset for n, offset in zip(at, offsets, strict=True)]
     span = slice(number * item, (number + 1) * item)
-    values = [_shown(data[span], dtype) for data in (one, other)]
+    values = [_format_sample(data[span], dtype) for data in (one, other)]
     if values[0] == values[1]:
         values = [f"{values[0]} (0x{data[span].hex()})" for data in (one, other)]
     few = f"{int(differs.sum())} of {count} elements compared differ"
     return f"at {place} {values[0]} and {values[1]} ({few})"
 
 
-def _shown(data: bytes, dtype: torch.dtype) -> str:
+def _format_sample(data: bytes, dtype: torch.dtype) -> str:
     value = torch.frombuffer(bytearray(data), dtype=dtype)
     try:
         return f"{value.item()!r}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from holdfast.errors import MismatchError, UnsupportedState, UsageError, listing
-from holdfast.format.objects import join
+from holdfast.format.objects import join_path
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import DTYPE_NAMES
 from holdfast.state.patterns import Entries
@@ -37,12 +37,12 @@ def names_of_keys(keys: Iterable[Any]) -> dict[Any, str]:
         if type(key) is str:
             names[key] = key
         else:
-            shown = _shown(key)
+            shown = _format_key(key)
             names[key] = f"{type(key).__name__}({shown})" if shown in texts else shown
     return names
 
 
-def _shown(key: Any) -> str:
+def _format_key(key: Any) -> str:
     # Python refuses to write very long numbers.
     if type(key) is int:
         return str(key) if key.bit_length() < _MAX_KEY_BITS else "<int>"
@@ -71,7 +71,7 @@ class Selection:
         within = self._skip.reach_inside(component) or self._include.reach_inside(component)
         return within or not self.includes(component)
 
-    def leaves(self, component: str, *names: str) -> bool:
+    def is_excluded(self, component: str, *names: str) -> bool:
         """Whether a leaf is excluded; an entry may match any of its `names`, stored and live."""
         if not (self._include or self._skip):
             return False
@@ -86,19 +86,19 @@ class Selection:
 
     def skips(self, component: str, name: str = "") -> bool:
         """Whether `skip` matches a leaf or a container, or an ancestor of it."""
-        return self._skip.cover(join(component, name) if name else component)
+        return self._skip.cover(join_path(component, name) if name else component)
 
     def includes(self, component: str, name: str = "") -> bool:
         """Whether `include` is empty, or matches a leaf or a container, or an ancestor of it."""
         if not self._include:
             return True
-        return self._include.cover(join(component, name) if name else component)
+        return self._include.cover(join_path(component, name) if name else component)
 
     def note_left(self, component: str, name: str) -> None:
         """Record an excluded leaf, for `notes`."""
         self._left[component][name] = None
 
-    def notes(self, components: Collection[str]) -> list[str]:
+    def list_excluded(self, components: Collection[str]) -> list[str]:
         """List a message about the excluded leaves of each component."""
         return [
             f"{component}: not selected, unchanged: {shortened([name or 'all' for name in left])}"
@@ -158,7 +158,7 @@ class Problems:
     names: list[Sides] = field(default_factory=list)
     """Stored and live names of modules and optimizers, to which a `rename` applies."""
 
-    def compare(
+    def check_spec(
         self, path: str, spec: TensorSpec, live: Tensor, *, any_shape: bool = False
     ) -> None:
         """Record a stored tensor whose shape or dtype differs from the live one."""
@@ -223,7 +223,7 @@ class Rename:
         self._call = rule if callable(rule) else None
         self._unused = set(self._table or ())
 
-    def apply(self, stored: Iterable[str], component: str) -> dict[str, str]:
+    def map_names(self, stored: Iterable[str], component: str) -> dict[str, str]:
         """Map all stored names of one component to live names."""
         renamed = {name: self._one(name) for name in stored}
         if self._table is None and self._call is None:

@@ -59,7 +59,7 @@ class BoxTable:
     last: Ints
 
     @classmethod
-    def of(
+    def from_boxes(
         cls, rank: int, shapes: Sequence[tuple[int, ...]], boxes: Sequence[Sequence[Box]]
     ) -> BoxTable:
         """Make the table of one rank from its boxes of each leaf."""
@@ -75,7 +75,7 @@ class BoxTable:
         )
 
     @classmethod
-    def join(cls, tables: Sequence[BoxTable]) -> BoxTable:
+    def concatenate(cls, tables: Sequence[BoxTable]) -> BoxTable:
         """Put the rows of several tables one after the other."""
         return cls(
             leaf=np.concatenate([table.leaf for table in tables]),
@@ -114,7 +114,7 @@ def plan_writes(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> WritePlan:
     # 32 bits, here and below: 16 million rows are to be planned in a gigabyte.
     order = np.lexsort((boxes.rank, boxes.last, boxes.first, boxes.leaf)).astype(np.int32)
     begins = _first_copies(boxes, order)
-    row, nbytes = _choose(leaves, boxes, hosts, order, begins)
+    row, nbytes = _choose_copies(leaves, boxes, hosts, order, begins)
     file = _number_files(leaves, boxes, row, nbytes)
     counts = np.diff(begins, append=np.int32(len(order)))
     box, copied = np.empty(len(order), np.int32), np.empty(len(order), np.bool_)
@@ -123,7 +123,7 @@ def plan_writes(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> WritePlan:
     return WritePlan(row=row, nbytes=nbytes, file=file, box=box, copied=copied)
 
 
-def _choose(
+def _choose_copies(
     leaves: LeafTable, boxes: BoxTable, hosts: Ints, order: Ints, begins: Ints
 ) -> tuple[Ints, Ints]:
     """Choose the copy of each distinct box that is written: its row and its bytes.
@@ -143,7 +143,7 @@ def _choose(
     counts = np.diff(begins, append=np.int32(len(order)))
     loads = _Loads(hosts)
     has_choice = (counts > 1) & (nbytes >= SMALL_NBYTES) & leaves.has_choice[boxes.leaf[row]]
-    for part in _parts(len(row)):
+    for part in _split_rows(len(row)):
         loads.add_all(boxes.rank[row[part]], np.where(has_choice[part], 0, nbytes[part]))
     for num_copies in np.unique(counts[has_choice]).tolist():
         numbers = np.flatnonzero(has_choice & (counts == num_copies)).astype(np.int32)
@@ -166,7 +166,7 @@ def _first_copies(boxes: BoxTable, order: Ints) -> Ints:
     return np.flatnonzero(is_first).astype(np.int32)
 
 
-def _parts(num_rows: int) -> Iterator[slice]:
+def _split_rows(num_rows: int) -> Iterator[slice]:
     for start in range(0, num_rows, _BLOCK_ROWS):
         yield slice(start, start + _BLOCK_ROWS)
 
@@ -180,7 +180,7 @@ def _measure(leaves: LeafTable, boxes: BoxTable, rows: Ints) -> Ints:
     extents, strides = _grids(leaves.shapes)
     nbytes = np.empty(len(rows), np.int64)
     wrong: list[int] = []
-    for some, part in _blocks(boxes.leaf[rows], len(leaves.shapes)):
+    for some, part in _cut_leaf_blocks(boxes.leaf[rows], len(leaves.shapes)):
         leaf = boxes.leaf[rows[part]]
         first, last = boxes.first[rows[part]], boxes.last[rows[part]]
         nbytes[part] = np.where(first <= last, leaves.item_nbytes[leaf], 0)
@@ -204,7 +204,7 @@ def text_nbytes(leaves: LeafTable, boxes: BoxTable, plan: WritePlan) -> int:
     extents, strides = _grids(leaves.shapes)
     num_dims = np.array([*map(len, leaves.shapes)], np.int64)
     total = 0
-    for part in _parts(len(plan.row)):
+    for part in _split_rows(len(plan.row)):
         row = plan.row[part]
         leaf, first, last = boxes.leaf[row], boxes.first[row], np.maximum(boxes.last[row], 0)
         # Signs of tensor, file, start and both lists; starts have up to 10 digits.
@@ -237,7 +237,7 @@ def _grids(shapes: Sequence[tuple[int, ...]]) -> tuple[Ints, Ints]:
     return extents, strides
 
 
-def _blocks(leaf: Ints, num_leaves: int) -> Iterator[tuple[range, slice]]:
+def _cut_leaf_blocks(leaf: Ints, num_leaves: int) -> Iterator[tuple[range, slice]]:
     """Cut sorted rows into blocks of whole leaves: the leaves and the rows of each."""
     stops = np.cumsum(np.bincount(leaf, minlength=num_leaves))
     begin, row = 0, 0
@@ -282,7 +282,7 @@ def _not_tiled(
 def _explain(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     """Explain why boxes do not tile a shape, by a box that overlaps or one that is missing."""
     if not boxes:
-        return _say("no rank holds its box", whole_box(shape))
+        return _describe_box("no rank holds its box", whole_box(shape))
     sides = []
     for dim, extent in enumerate(shape):
         held = {(box.offsets[dim], box.offsets[dim] + box.sizes[dim]): box for box in boxes}
@@ -291,17 +291,19 @@ def _explain(shape: Sequence[int], boxes: Sequence[Box]) -> str:
             if start > covered:
                 hole = [(0, whole) for whole in shape]
                 hole[dim] = (covered, start)
-                return _say("no rank holds its box", box_of(hole))
+                return _describe_box("no rank holds its box", box_of(hole))
             if (start, stop) in held and not covered <= start < stop <= extent:
-                return _say("empty, overlapping or beyond the end is its box", held[start, stop])
+                return _describe_box(
+                    "empty, overlapping or beyond the end is its box", held[start, stop]
+                )
             covered = stop
         sides.append(sorted(held))
     known = set(boxes)
     missing = (box for box in map(box_of, product(*sides)) if box not in known)
-    return _say("no rank holds its box", next(missing))
+    return _describe_box("no rank holds its box", next(missing))
 
 
-def _say(what: str, box: Box) -> str:
+def _describe_box(what: str, box: Box) -> str:
     return f"{what} with offsets {box.offsets} and sizes {box.sizes}"
 
 
@@ -325,31 +327,31 @@ class _Loads:
     def add_all(self, ranks: Ints, sizes: Ints) -> None:
         """Add boxes without a choice."""
         for rank, nbytes in enumerate(np.bincount(ranks, sizes, len(self._hosts)).tolist()):
-            self._add(rank, int(nbytes))
+            self._add_nbytes(rank, int(nbytes))
 
     def spread(self, ranks: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Give each box to the rank with the least to write: its position in `ranks`."""
-        heap = [(*self._load(rank), place) for place, rank in enumerate(ranks)]
+        heap = [(*self._compute_load(rank), place) for place, rank in enumerate(ranks)]
         heapq.heapify(heap)
         chosen = []
         for size in sizes:
             place = self._least(heap, ranks)
-            self._add(ranks[place], size)
+            self._add_nbytes(ranks[place], size)
             chosen.append(place)
         return chosen
 
     def _least(self, heap: list[tuple[int, int, int]], ranks: Sequence[int]) -> int:
         # Loads only grow, so an entry that is still true is the least of all.
-        while heap[0] != (now := (*self._load(ranks[heap[0][2]]), heap[0][2])):
+        while heap[0] != (now := (*self._compute_load(ranks[heap[0][2]]), heap[0][2])):
             heapq.heapreplace(heap, now)
         return heap[0][2]
 
-    def _load(self, rank: int) -> tuple[int, int]:
+    def _compute_load(self, rank: int) -> tuple[int, int]:
         """Bytes of the host for each of its ranks, then those of the rank."""
         host = self._hosts[rank]
         return self._of_host[host] // self._num_ranks[host], self._of_rank[rank]
 
-    def _add(self, rank: int, nbytes: int) -> None:
+    def _add_nbytes(self, rank: int, nbytes: int) -> None:
         self._of_rank[rank] += nbytes
         self._of_host[self._hosts[rank]] += nbytes
 
@@ -370,13 +372,13 @@ def _number_files(leaves: LeafTable, boxes: BoxTable, row: Ints, nbytes: Ints) -
         component = int(writer[some[0]]) // num_ranks
         if component != of_component:
             number, of_component = 0, component
-        for part in _files(nbytes[some]):
+        for part in _cut_into_files(nbytes[some]):
             file[some[part]] = number
             number += 1
     return file
 
 
-def _files(nbytes: Ints) -> Iterator[slice]:
+def _cut_into_files(nbytes: Ints) -> Iterator[slice]:
     """Cut the boxes of a writer into runs that fit one file by bytes and by number."""
     stops = np.cumsum(nbytes)
     begin = 0

@@ -71,7 +71,7 @@ def shards_of(tensor: Tensor) -> LocalShards | Refused:
     reason = refusal(tensor)
     if reason is not None:
         return Refused(reason)
-    return _held(tuple(tensor.shape), [[(0, size)] for size in tensor.shape], tensor)
+    return _make_shards(tuple(tensor.shape), [[(0, size)] for size in tensor.shape], tensor)
 
 
 def _of_dtensor(tensor: DTensor) -> LocalShards | Refused:
@@ -90,7 +90,7 @@ def _of_dtensor(tensor: DTensor) -> LocalShards | Refused:
     spans = spans_of(shape, mesh.shape, coordinate, splits)
     expected = tuple(sum(stop - start for start, stop in of_dim) for of_dim in spans)
     if tuple(local.shape) == expected:
-        return _held(shape, spans, local)
+        return _make_shards(shape, spans, local)
     return Refused(
         f"the local tensor has the shape {tuple(local.shape)}, but placements {tensor.placements} "
         f"on {mesh} make it {expected} at {tuple(coordinate)} of a tensor of shape {shape}"
@@ -118,7 +118,9 @@ def _splits(tensor: DTensor) -> list[Split] | Refused:
     return [splits[over] for entry in order for over in entry.mesh_dims]
 
 
-def _held(shape: tuple[int, ...], spans: Sequence[Sequence[Span]], local: Tensor) -> LocalShards:
+def _make_shards(
+    shape: tuple[int, ...], spans: Sequence[Sequence[Span]], local: Tensor
+) -> LocalShards:
     if math.prod(shape) == 0:
         whole = (whole_box(shape),)
         views: tuple[Tensor, ...] = (local.detach().view(shape),)

@@ -65,7 +65,7 @@ def encoded(
         return document(tree, lower=lowering.lower, beside=beside, stand_in=stand_in)
     except UnsupportedState as err:
         for path, reason in err.offenders:
-            leaves.refuse("" if path == _WHOLE else path, reason)
+            leaves.record_refusal("" if path == _WHOLE else path, reason)
         return None
 
 
@@ -89,9 +89,9 @@ class _Lowering:
     def lower(self, value: Any, path: str) -> Any:
         """Return the node for `value`, why it is refused, or NotImplemented for other types."""
         if isinstance(value, Tensor):
-            return _described(self._leaves.add(value, path), value)
+            return _add_tensor_flags(self._leaves.add_tensor(value, path), value)
         if isinstance(value, np.ndarray):
-            return self._array(value, path)
+            return self._lower_array(value, path)
         if isinstance(value, torch.dtype):
             return DtypeName(plain_name(value))
         if isinstance(value, torch.device):
@@ -99,12 +99,12 @@ class _Lowering:
         if isinstance(value, torch.Size):
             return SizeTuple(tuple(value))
         if generators.kind_of(value) is not None:
-            return self._generator(value, path)
+            return self._lower_generator(value, path)
         if isinstance(value, DataLoader):
             return Refused(in_place_of(value))
         return NotImplemented
 
-    def _array(self, array: np.ndarray[Any, Any], path: str) -> ArrayRef | Refused:
+    def _lower_array(self, array: np.ndarray[Any, Any], path: str) -> ArrayRef | Refused:
         reason = _array_refusal(array)
         if reason is not None:
             return Refused(reason)
@@ -112,28 +112,28 @@ class _Lowering:
         ref = self._arrays.get(who)
         if ref is None:
             self._alive.append(array)
-            tensor = self._leaves.add(_as_tensor(array), path)
+            tensor = self._leaves.add_tensor(_as_tensor(array), path)
             assert isinstance(tensor, TensorRef), "every accepted numpy dtype has a name"
             ref = self._arrays[who] = ArrayRef(tensor.key)
         return ref
 
-    def _generator(self, generator: Any, path: str) -> GeneratorState | Refused:
+    def _lower_generator(self, generator: Any, path: str) -> GeneratorState | Refused:
         try:
-            kind, members = generators.read(generator)
+            kind, members = generators.read_generator_state(generator)
         except ValueError as err:
             return Refused(str(err))
-        return GeneratorState(kind, self._members(members, path))
+        return GeneratorState(kind, self._lower_members(members, path))
 
-    def _members(self, value: Any, path: str) -> Any:
+    def _lower_members(self, value: Any, path: str) -> Any:
         if isinstance(value, dict):
-            return {k: self._members(v, f"{path}.{k}".lstrip(".")) for k, v in value.items()}
+            return {k: self._lower_members(v, f"{path}.{k}".lstrip(".")) for k, v in value.items()}
         if isinstance(value, Tensor | np.ndarray):
             self._alive.append(value)
             return self.lower(value, path)
         return value
 
 
-def _described(ref: TensorRef | Refused, tensor: Tensor) -> TensorRef | Refused:
+def _add_tensor_flags(ref: TensorRef | Refused, tensor: Tensor) -> TensorRef | Refused:
     """Add grad flag, parameter flag and memory order of `tensor` to its reference."""
     if isinstance(ref, Refused):
         return ref
@@ -191,7 +191,7 @@ class Skeleton:
     unsaved: Mapping[str, str] = field(default_factory=dict)
     """Path of a non-persistent buffer -> some of its values when saved (see `state.unsaved`)."""
 
-    def notes(self, component: str) -> list[str]:
+    def list_absent_devices(self, component: str) -> list[str]:
         """List a message for each absent device that tensors were saved from."""
         return [
             f"{component}: saved from {device}, which is not here: on the CPU instead"
@@ -240,9 +240,9 @@ class _Checking:
                 self.absent_devices[node.device] = None
             return node
         if isinstance(node, ArrayRef):
-            self._array(node.key)
+            self._check_array(node.key)
         elif isinstance(node, GeneratorState):
-            self._generator(node)
+            self._check_generator(node)
         elif isinstance(node, EnumValue):
             self.has_enums = True
         return _lift_plain(node)
@@ -272,12 +272,12 @@ class _Checking:
             raise FormatError(f"{self._what}: {key[:80]!r}: this torch has no {spec.dtype[:20]}")
         return spec
 
-    def _array(self, key: str) -> None:
+    def _check_array(self, key: str) -> None:
         spec = self._spec(key)
         if spec.dtype not in NUMPY_DTYPES:
             raise FormatError(f"{self._what}: {key[:80]!r}: numpy has no {spec.dtype}")
 
-    def _generator(self, node: GeneratorState) -> None:
+    def _check_generator(self, node: GeneratorState) -> None:
         for ref in nodes_in(dict(node.members)):
             if isinstance(ref, TensorRef | ArrayRef):
                 self._spec(ref.key)
@@ -346,15 +346,15 @@ class Lifting:
     def lift(self, node: Any) -> Any:
         """Convert a node to its live value."""
         if isinstance(node, TensorRef):
-            made = self._once(node.key, self._tensor, node)
+            made = self._once(node.key, self._lift_tensor, node)
             if not (node.grad or node.parameter):
                 return made
             flagged = f"grad {node.grad} parameter {node.parameter}: {node.key}"
             return self._once(flagged, lambda ref: with_flags(made, ref), node)
         if isinstance(node, ArrayRef):
-            return self._once("array:" + node.key, self._array, node)
+            return self._once("array:" + node.key, self._lift_array, node)
         if isinstance(node, GeneratorState):
-            return self.generator(node)
+            return self.lift_generator(node)
         return node.value if isinstance(node, LiveValue) else _lift_plain(node)
 
     def lift_tree(self, value: Any) -> Any:
@@ -374,7 +374,7 @@ class Lifting:
             return value
         return type(value)(self.lift_tree(item) for item in value)
 
-    def generator(self, node: GeneratorState) -> Any:
+    def lift_generator(self, node: GeneratorState) -> Any:
         """Make a new generator in the stored state."""
         made = generators.build(node)
         # Before it is written: NumPy takes positions outside of its state and then reads there.
@@ -382,7 +382,7 @@ class Lifting:
         if why is not None:
             raise FormatError(f"a stored {node.kind} generator state is not valid: {why}")
         try:
-            generators.write(made, self.members(node.members))
+            generators.write_generator_state(made, self.lift_members(node.members))
         except (ValueError, TypeError, RuntimeError, OverflowError, LookupError) as err:
             raise FormatError(f"a stored {node.kind} generator state is not valid: {err}") from err
         return made
@@ -394,23 +394,23 @@ class Lifting:
             for key, tensor in tensors.items()
         }
 
-    def members(self, value: Any) -> Any:
+    def lift_members(self, value: Any) -> Any:
         """Replace tensor and array nodes in a generator's members by their values."""
         if isinstance(value, Mapping):
-            return {name: self.members(member) for name, member in value.items()}
+            return {name: self.lift_members(member) for name, member in value.items()}
         if isinstance(value, TensorRef):
             return self._tensors[value.key]
-        return self._array(value) if isinstance(value, ArrayRef) else value
+        return self._lift_array(value) if isinstance(value, ArrayRef) else value
 
     def _once(self, key: str, make: Callable[[Any], Any], node: Any) -> Any:
         if key not in self._made:
             self._made[key] = make(node)
         return self._made[key]
 
-    def _tensor(self, node: TensorRef) -> Tensor:
+    def _lift_tensor(self, node: TensorRef) -> Tensor:
         return placed(self._tensors[node.key], node, present_device(node.device))
 
-    def _array(self, node: ArrayRef) -> np.ndarray[Any, Any]:
+    def _lift_array(self, node: ArrayRef) -> np.ndarray[Any, Any]:
         array: np.ndarray[Any, Any] = np.array(self._tensors[node.key].numpy())
         return array
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from holdfast.state.components import cleaner_of, unwrap
+from holdfast.state.components import cleaner_of, unwrap_module
 from holdfast.state.leaves import is_dtensor, refusal
 
 _NUM_VALUES = 32
@@ -22,7 +22,7 @@ _TOLERANCE = 0.02
 """Relative difference that another device or dtype may make."""
 
 
-def _shown(tensor: Tensor) -> str | None:
+def _summarize_buffer(tensor: Tensor) -> str | None:
     """Return sizes, some values and the mean of many as text; None if the buffer has none."""
     if is_dtensor(tensor) or refusal(tensor) is not None or not tensor.numel():
         return None
@@ -42,14 +42,14 @@ def other_size(stored: str, live: Tensor) -> str | None:
 
     A cache may grow, so that this alone is no reason to warn.
     """
-    shown = _shown(live) or stored
+    shown = _summarize_buffer(live) or stored
     sizes, live_sizes = (text.partition(" ")[0] for text in (stored, shown))
     return None if sizes == live_sizes else f"{live_sizes} here, {sizes} when saved"
 
 
 def difference(stored: str, live: Tensor) -> str | None:
     """Return how a live buffer of the saved size differs from the saved one; None: it does not."""
-    shown = _shown(live)
+    shown = _summarize_buffer(live)
     if stored == shown:
         return None
     if shown is None:
@@ -71,7 +71,7 @@ def difference(stored: str, live: Tensor) -> str | None:
 
 def buffers_of(wrapped: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
     """Yield (clean path, submodule, name, buffer) of each non-persistent buffer."""
-    module = unwrap(wrapped)
+    module = unwrap_module(wrapped)
     cleaner = cleaner_of(module)
     for raw, inner in module.named_modules():
         for name in sorted(inner._non_persistent_buffers_set):
@@ -103,12 +103,14 @@ class UnsavedBuffers:
         """Find buffers that the module got since."""
         for path, inner, name, buffer in buffers_of(self._module):
             if path not in self._changed and path not in self._watched:
-                self._watched[path] = _Watched(inner, name, _stamp(buffer), _shown(buffer))
+                self._watched[path] = _Watched(
+                    inner, name, _stamp(buffer), _summarize_buffer(buffer)
+                )
                 self._record = None
 
-    def record(self) -> Mapping[str, str]:
+    def find_unchanged(self) -> Mapping[str, str]:
         """Return path -> text of those that are unchanged; the same dict while none changes."""
-        changed = [path for path, one in self._watched.items() if not _is_unchanged(one)]
+        changed = [path for path, one in self._watched.items() if not _is_buffer_unchanged(one)]
         for path in changed:
             del self._watched[path]
         self._changed.update(changed)
@@ -118,7 +120,7 @@ class UnsavedBuffers:
         return self._record
 
 
-def _is_unchanged(watched: _Watched) -> bool:
+def _is_buffer_unchanged(watched: _Watched) -> bool:
     buffer = watched.inner._buffers.get(watched.name)
     if buffer is None or watched.name not in watched.inner._non_persistent_buffers_set:
         return False
@@ -126,7 +128,7 @@ def _is_unchanged(watched: _Watched) -> bool:
     if stamp == watched.stamp:
         return True
     watched.stamp = stamp
-    return _shown(buffer) == watched.shown
+    return _summarize_buffer(buffer) == watched.shown
 
 
 def _stamp(buffer: Tensor) -> object:

@@ -51,7 +51,7 @@ def proof_of(name: str) -> str:
     return hashlib.sha256(f"holdfast {name}".encode()).hexdigest()[:8]
 
 
-def flat(data: Buffer) -> memoryview:
+def flatten_buffer(data: Buffer) -> memoryview:
     """Return the bytes of a contiguous buffer of any shape and item type as a flat view."""
     view = memoryview(data)
     # A view with a zero in its shape cannot be cast.
@@ -510,20 +510,20 @@ class GatheringWriter:
                 )
             self._is_open = False
         del self._content[length:]
-        self.keep(self._content)
+        self.put_content(self._content)
 
     def abort(self) -> None:
         """Discard the gathered pieces."""
         with self._lock:
             was_open, self._is_open = self._is_open, False
         if was_open:
-            self.drop()
+            self.remove_visible()
 
-    def keep(self, content: bytearray) -> None:
+    def put_content(self, content: bytearray) -> None:
         """Put the gathered object into the store; subclasses may override it."""
         self._store.put(self._key, content)
 
-    def drop(self) -> None:
+    def remove_visible(self) -> None:
         """Remove what readers can see of an aborted object; no-op, as nothing was put yet."""
 
     def _check_open(self, operation: str) -> None:

@@ -52,7 +52,7 @@ class MemoryStore(Store):
         content = memoryview(data).tobytes()
         with self._lock:
             if if_absent and key in self._objects:
-                raise AlreadyExists(f"put {self._path(key)}: the key is taken")
+                raise AlreadyExists(f"put {self._format_key_url(key)}: the key is taken")
             self._objects[key] = content
 
     @override
@@ -60,16 +60,16 @@ class MemoryStore(Store):
         check_key(key)
         expect_positive("get", key, start=start, nbytes=nbytes)
         with self._lock:
-            found = self._found("get", key)
+            found = self._find_object("get", key)
             stop = max(len(found), start) if nbytes is None else start + nbytes
-            expect_at_least(len(found), stop, what=f"get {self._path(key)}")
+            expect_at_least(len(found), stop, what=f"get {self._format_key_url(key)}")
             return bytes(memoryview(found)[start:stop])
 
     @override
     def head(self, key: str) -> ObjectInfo:
         check_key(key)
         with self._lock:
-            found = self._found("head", key)
+            found = self._find_object("head", key)
             return ObjectInfo(key=key, nbytes=len(found), identity=str(id(found)))
 
     @override
@@ -104,7 +104,7 @@ class MemoryStore(Store):
                 return
             left = next((name for name in self._objects if name.startswith(key)), None)
             if left is not None:
-                raise StoreError(f"delete {self._path(key)}: {left} is still in it")
+                raise StoreError(f"delete {self._format_key_url(key)}: {left} is still in it")
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
@@ -113,7 +113,7 @@ class MemoryStore(Store):
         content = bytearray(nbytes)
         with self._lock:
             if key in self._objects:
-                raise AlreadyExists(f"create {self._path(key)}: the key is taken")
+                raise AlreadyExists(f"create {self._format_key_url(key)}: the key is taken")
             self._objects[key] = content
         return _WriterInPlace(self, key, content, at_most=at_most)
 
@@ -123,18 +123,18 @@ class MemoryStore(Store):
         check_key(key)
         with self._lock:
             if key in self._objects:
-                raise AlreadyExists(f"link {self._path(key)}: the key is taken")
+                raise AlreadyExists(f"link {self._format_key_url(key)}: the key is taken")
             if source in self._objects:
                 self._objects[key] = self._objects[source]
             return source in self._objects
 
-    def _path(self, key: str) -> str:
+    def _format_key_url(self, key: str) -> str:
         return f"{self.url}/{key}"
 
-    def _found(self, operation: str, key: str) -> bytes | bytearray:
+    def _find_object(self, operation: str, key: str) -> bytes | bytearray:
         found = self._objects.get(key)
         if found is None:
-            raise NotFound(f"{operation} {self._path(key)}: there is no such object")
+            raise NotFound(f"{operation} {self._format_key_url(key)}: there is no such object")
         return found
 
 
@@ -142,11 +142,11 @@ class _WriterInPlace(GatheringWriter):
     """Writer into an object that readers can already see."""
 
     @override
-    def keep(self, content: bytearray) -> None:
+    def put_content(self, content: bytearray) -> None:
         pass
 
     @override
-    def drop(self) -> None:
+    def remove_visible(self) -> None:
         self._store.delete(self._key)
 
 

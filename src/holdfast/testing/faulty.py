@@ -271,7 +271,7 @@ class FaultyStore(WrappedStore):
         with _Operation(self, op, key):
             return action()
 
-    def _begin(self, op: str, key: str) -> Fault | None:
+    def _find_fault(self, op: str, key: str) -> Fault | None:
         with self._lock:
             if self._is_stopped:
                 raise Stopped(f"{op} {key}: the process is dead")
@@ -295,7 +295,7 @@ class _Operation:
     def __init__(self, store: FaultyStore, op: OpName, key: str) -> None:
         self._store = store
         self._what = f"{op} {key}"
-        self._fault = store._begin(op, key)
+        self._fault = store._find_fault(op, key)
 
     def __enter__(self) -> _Operation:
         fault = self._fault

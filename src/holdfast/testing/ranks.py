@@ -18,7 +18,7 @@ from holdfast.ranks.coordinator import (
     RankFailure,
     RankTransfer,
 )
-from holdfast.ranks.waiting import Watch, named
+from holdfast.ranks.waiting import Watch, describe_rank
 
 
 class ThreadCoordinator(Coordinator):
@@ -42,7 +42,7 @@ class ThreadCoordinator(Coordinator):
 
     @override
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
-        self.use("post", tag)
+        self.check_tag_unused("post", tag)
         self._board.put_post(tag, self.rank, data)
 
     @override
@@ -55,7 +55,7 @@ class ThreadCoordinator(Coordinator):
     @override
     def collect(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> Collected:
         self.expect_leader()
-        self.use("collect", tag)
+        self.check_tag_unused("collect", tag)
         posts = self._board.take_posts(tag, self.world_size, timeout_s, watch)
         return Collected(
             came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
@@ -66,7 +66,7 @@ class ThreadCoordinator(Coordinator):
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
         self.expect_leader()
-        self.use("announce", tag)
+        self.check_tag_unused("announce", tag)
         self._board.put_announcement(tag, data)
 
     @override
@@ -92,7 +92,7 @@ class _ThreadExchange(Exchange):
         self._board = board
 
     @override
-    def begin(
+    def start_exchange(
         self,
         sends: Sequence[tuple[int, memoryview]],
         receives: Sequence[tuple[int, memoryview]],
@@ -111,7 +111,7 @@ class _ThreadTransfer(RankTransfer):
         self._receives = receives
 
     @override
-    def wait(self, timeout_s: float) -> None:
+    def wait_until_done(self, timeout_s: float) -> None:
         for peer, buffer in self._receives:
             data = self._board.receive(peer, self._rank, timeout_s)
             if data is None:
@@ -159,13 +159,15 @@ class _Board:
 
         def late() -> dict[int, str]:
             posts = self._posts[tag]
-            return {rank: named(rank, None) for rank in range(world_size) if rank not in posts}
+            return {
+                rank: describe_rank(rank, None) for rank in range(world_size) if rank not in posts
+            }
 
         with self._changed:
-            self._wait(is_over, timeout_s, watch, late)
+            self._wait_until(is_over, timeout_s, watch, late)
             return dict(sorted(self._posts.pop(tag).items()))
 
-    def _wait(
+    def _wait_until(
         self,
         is_so: Callable[[], bool],
         timeout_s: float,
@@ -177,7 +179,7 @@ class _Board:
         while not self._changed.wait_for(is_so, next_s - waited_s) and waited_s < timeout_s:
             waited_s = time.monotonic() - began
             if watch is not None and waited_s >= watch.next_s:
-                watch.tell(waited_s, late())
+                watch.warn_of_late_ranks(waited_s, late())
                 next_s = min(timeout_s, watch.next_s)
 
     def put_announcement(self, tag: str, said: bytes | RankFailure) -> None:
@@ -190,8 +192,12 @@ class _Board:
     ) -> bytes | RankFailure | None:
         def late() -> dict[int, str]:
             begins = None if watch is None else watch.begins
-            return {} if begins is None or begins in self._begun else {LEADER: named(LEADER, None)}
+            return (
+                {}
+                if begins is None or begins in self._begun
+                else {LEADER: describe_rank(LEADER, None)}
+            )
 
         with self._changed:
-            self._wait(lambda: tag in self._announced, timeout_s, watch, late)
+            self._wait_until(lambda: tag in self._announced, timeout_s, watch, late)
             return self._announced.get(tag)

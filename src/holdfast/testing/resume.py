@@ -110,7 +110,7 @@ def assert_resume_equivalent(
             for last, this in zip([None, *kills], [*kills, None], strict=True)
         ]
         _run_all(straight, legs, multiprocessing.get_context(start_method), timeout_s)
-        _compare(straight, legs)
+        _compare_legs(straight, legs)
 
 
 class StepReporter(Callback):
@@ -158,7 +158,7 @@ class _Leg:
     kill_at: int | None = None
 
     @property
-    def record(self) -> Path:
+    def record_path(self) -> Path:
         return self.folder / f"{self.root}-{self.killed_at or 0}.jsonl"
 
     @property
@@ -169,27 +169,27 @@ class _Leg:
             return f"the run before the kill at step {self.kill_at}"
         return "the run in one go"
 
-    def start(self, context: BaseContext) -> BaseProcess:
+    def start_process(self, context: BaseContext) -> BaseProcess:
         root = self.folder / self.root
         root.mkdir(exist_ok=True)
         # Not a daemon: the run may have data workers of its own.
         process: BaseProcess = context.Process(  # type: ignore[attr-defined]
-            target=_run_leg, args=(self.run, str(root), self.steps, self.kill_at, self.record)
+            target=_run_leg, args=(self.run, str(root), self.steps, self.kill_at, self.record_path)
         )
         process.start()
         return process
 
-    def wait(self, process: BaseProcess, timeout_s: float) -> None:
+    def wait_for_exit(self, process: BaseProcess, timeout_s: float) -> None:
         process.join(timeout_s)
         if process.exitcode is None:
-            _end(process)
+            _kill_process(process)
             raise DeadlineExceeded(f"{self.title} did not end within {timeout_s:.0f} s")
         expected = 0 if self.kill_at is None else -signal.SIGKILL
         if process.exitcode != expected:
             raise AssertionError(f"{self.title} {self._describe_end(process.exitcode)}")
 
     def _describe_end(self, exitcode: int) -> str:
-        error = _error_file(self.record)
+        error = _error_file(self.record_path)
         if error.exists():
             return f"raised\n{error.read_text('utf-8')}"
         if exitcode == 0:
@@ -198,7 +198,9 @@ class _Leg:
 
     def reports(self) -> list[tuple[int, dict[str, str]]]:
         """List the steps and their reported leaves, in order; a gap or a wrong end raises."""
-        lines = self.record.read_text("utf-8").splitlines() if self.record.exists() else []
+        lines = (
+            self.record_path.read_text("utf-8").splitlines() if self.record_path.exists() else []
+        )
         reports = [(entry["step"], entry["leaves"]) for entry in map(json.loads, lines)]
         found = [step for step, _ in reports]
         end = self.kill_at or self.steps
@@ -209,16 +211,16 @@ class _Leg:
 
 
 def _run_all(straight: _Leg, legs: Sequence[_Leg], context: BaseContext, timeout_s: float) -> None:
-    process = straight.start(context)
+    process = straight.start_process(context)
     try:
         for leg in legs:
-            leg.wait(leg.start(context), timeout_s)
-        straight.wait(process, timeout_s)
+            leg.wait_for_exit(leg.start_process(context), timeout_s)
+        straight.wait_for_exit(process, timeout_s)
     finally:
-        _end(process)
+        _kill_process(process)
 
 
-def _end(process: BaseProcess) -> None:
+def _kill_process(process: BaseProcess) -> None:
     process.kill()
     process.join()
 
@@ -245,7 +247,7 @@ def _error_file(record: Path) -> Path:
     return record.with_suffix(".error")
 
 
-def _compare(straight: _Leg, legs: Sequence[_Leg]) -> None:
+def _compare_legs(straight: _Leg, legs: Sequence[_Leg]) -> None:
     expected = dict(straight.reports())
     for leg in legs:
         for step, leaves in leg.reports():
@@ -284,7 +286,7 @@ def _check_leaves(
 
 def _global_generators() -> dict[str, Any]:
     state: dict[str, Any] = {
-        "python": _digest(repr(random.getstate()).encode()),
+        "python": _hash_bytes(repr(random.getstate()).encode()),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state(),
     }
@@ -326,7 +328,7 @@ class _Walk:
         ordered = sorted(value) if all(type(key) is int for key in value) else value
         keys = [f"{type(key).__name__} {key!r}" for key in ordered]
         if path:
-            yield f"{path} (keys)", f"{type(value).__name__} of {_digest(repr(keys).encode())}"
+            yield f"{path} (keys)", f"{type(value).__name__} of {_hash_bytes(repr(keys).encode())}"
 
     def _shared(self, path: str, tensor: torch.Tensor) -> str:
         if tensor.layout is not torch.strided or tensor.numel() == 0:
@@ -343,7 +345,7 @@ def _array_digest(path: str, value: np.ndarray[Any, Any] | np.generic) -> str:
     if value.dtype.hasobject:
         raise UsageError(f"{path}: cannot tell whether two arrays of objects are equal")
     strides = "" if value.flags.c_contiguous else f" strides {list(value.strides)}"
-    return f"{value.dtype.str} {list(value.shape)}{strides} {_digest(value.tobytes())}"
+    return f"{value.dtype.str} {list(value.shape)}{strides} {_hash_bytes(value.tobytes())}"
 
 
 def _plain_digest(path: str, value: Any) -> str:
@@ -352,7 +354,7 @@ def _plain_digest(path: str, value: Any) -> str:
     if isinstance(value, torch.Generator):
         return _tensor_digest(value.get_state())
     if isinstance(value, random.Random):
-        return _digest(repr(value.getstate()).encode())
+        return _hash_bytes(repr(value.getstate()).encode())
     if isinstance(value, np.random.Generator):
         return repr(value.bit_generator.state)
     if isinstance(value, Set):
@@ -369,7 +371,7 @@ def _tensor_digest(tensor: torch.Tensor) -> str:
     shape = list(tensor.shape)
     strides = "" if tensor.is_contiguous() else f" strides {_strides(tensor)}"
     grad = " requires grad" if tensor.requires_grad else ""
-    return f"{tensor.dtype} {shape}{strides}{grad} {_digest(data.tobytes())}"
+    return f"{tensor.dtype} {shape}{strides}{grad} {_hash_bytes(data.tobytes())}"
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
@@ -378,5 +380,5 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     return [stride for size, stride in pairs if size != 1]
 
 
-def _digest(data: bytes) -> str:
+def _hash_bytes(data: bytes) -> str:
     return blake3(data).hexdigest()[:32]

@@ -9,7 +9,7 @@ from queue import Empty, SimpleQueue
 from holdfast.system import private_memory
 
 
-def take(nbytes: int) -> mmap.mmap:
+def allocate_pages(nbytes: int) -> mmap.mmap:
     """Allocate `nbytes` of page-aligned private memory, at least one byte.
 
     A forked child has its own copy, filled with zeros, which costs nothing until it is used. If it
@@ -25,14 +25,14 @@ class Buffers:
     def __init__(self) -> None:
         self._free: SimpleQueue[memoryview] = SimpleQueue()
 
-    def take(self, nbytes: int) -> memoryview:
+    def acquire_buffer(self, nbytes: int) -> memoryview:
         """Return a page-aligned buffer of at least `nbytes`, a pooled one if it is large enough."""
         with suppress(Empty):
             found = self._free.get_nowait()
             if found.nbytes >= nbytes:
                 return found
-        return memoryview(take(nbytes))
+        return memoryview(allocate_pages(nbytes))
 
-    def give_back(self, buffer: memoryview) -> None:
+    def release_buffer(self, buffer: memoryview) -> None:
         """Put a buffer that is no longer used back into the pool."""
         self._free.put(buffer)

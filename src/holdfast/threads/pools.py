@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeAlias, TypeVar
 
 from holdfast.threads.progress import watch_all
-from holdfast.threads.workers import Workers, gather, num_threads
+from holdfast.threads.workers import Workers, gather_results, num_threads
 
 T = TypeVar("T")
 Use: TypeAlias = Callable[[], Any]
@@ -37,21 +37,21 @@ class Threads:
         self.workers.start()
         self.waiters.start()
 
-    def close(self) -> None:
+    def close_pools(self) -> None:
         """Close both pools: queued jobs are done, no more are accepted. Does not wait."""
-        self.waiters.close()
-        self.workers.close()
+        self.waiters.close_pool()
+        self.workers.close_pool()
 
-    def submit(self, read: Callable[[], Callable[[], T]]) -> Future[T]:
+    def submit_read(self, read: Callable[[], Callable[[], T]]) -> Future[T]:
         """Call `read` in one thread, and the function that it returns in another.
 
         The future has that function's result, or an error of either. The caller limits how much is
         read ahead.
         """
-        return self._begin(read, threading.Semaphore(1))
+        return self._start_read(read, threading.Semaphore(1))
 
     def read_all(self, reads: Iterable[Read], *, timeout_s: float, what: str) -> None:
-        """Run all reads and their uses, and wait for them; raises as `gather` does.
+        """Run all reads and their uses, and wait for them; raises as `gather_results` does.
 
         A disk that reads several blocks at once has them ready at nearly the same time. It would be
         idle while the reading threads used them, so other threads do; at most `NUM_AHEAD` are being
@@ -61,21 +61,21 @@ class Threads:
         futures: list[Future[None]] = []
         try:
             for read in reads:
-                futures.append(self._begin(read, room))
+                futures.append(self._start_read(read, room))
             began_s = time.monotonic()
             watch_all(futures, timeout_s=timeout_s, what=what)
             left_s = max(timeout_s - (time.monotonic() - began_s), 0.0)
-            gather(futures, timeout_s=left_s, what=what)
+            gather_results(futures, timeout_s=left_s, what=what)
         finally:
             # A read that still waits for room, because uses hang, sees that it was cancelled and
             # frees its thread; one place is enough, which each passes to the next.
             room.release()
 
-    def _begin(self, read: Read, room: threading.Semaphore) -> Future[Any]:
+    def _start_read(self, read: Read, room: threading.Semaphore) -> Future[Any]:
         self.waiters.grow()
         self.workers.grow()
         reading = _Reading(read, self.workers, room)
-        self.waiters.put(reading.begin)
+        self.waiters.queue_task(reading.read_and_queue_use)
         return reading.future
 
 
@@ -88,7 +88,7 @@ class _Reading:
         self._workers = workers
         self._room = room
 
-    def begin(self) -> None:
+    def read_and_queue_use(self) -> None:
         """Read, unless it was cancelled, and queue the use of what was read."""
         self._room.acquire()  # waits for the future have a time limit
         if not self.future.set_running_or_notify_cancel():
@@ -97,28 +97,28 @@ class _Reading:
         try:
             use = self._read()
         except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
-            self._fail(error)
+            self._set_exception(error)
             return
         if use is None:
-            self._end(None)
+            self._set_result(None)
             return
         try:
-            self._workers.put(lambda: self._use(use))
+            self._workers.queue_task(lambda: self._use_result(use))
         except BaseException:  # noqa: BLE001 - closed, or without memory
-            self._use(use)  # no other thread will, and it frees what the read took
+            self._use_result(use)  # no other thread will, and it frees what the read took
 
-    def _use(self, use: Use) -> None:
+    def _use_result(self, use: Use) -> None:
         try:
             result = use()
         except BaseException as error:  # noqa: BLE001 - the future carries it to its owner
-            self._fail(error)
+            self._set_exception(error)
         else:
-            self._end(result)
+            self._set_result(result)
 
-    def _end(self, result: Any) -> None:
+    def _set_result(self, result: Any) -> None:
         self._room.release()
         self.future.set_result(result)
 
-    def _fail(self, error: BaseException) -> None:
+    def _set_exception(self, error: BaseException) -> None:
         self._room.release()
         self.future.set_exception(error)

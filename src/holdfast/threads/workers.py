@@ -51,18 +51,18 @@ class Workers:
         self._name = name
         self._jobs: _Queue = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.RLock()  # `close` may be called in the middle of any method
-        self._end = weakref.finalize(self, _stop, self._jobs, num_threads)
+        self._lock = threading.RLock()  # `close_pool` may be called in the middle of any method
+        self._end = weakref.finalize(self, _queue_stops, self._jobs, num_threads)
         self._end.atexit = False  # a save may still be on its way
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Queue a job; its result or its error is in the future."""
         future: Future[T] = Future()
         self.start()
-        self.put(partial(do, future, job))
+        self.queue_task(partial(do, future, job))
         return future
 
-    def put(self, task: Callable[[], None]) -> None:
+    def queue_task(self, task: Callable[[], None]) -> None:
         """Queue a task that raises nothing and has no future; call `start` or `grow` before.
 
         Raises:
@@ -73,7 +73,7 @@ class Workers:
             self._jobs.put(task)
 
     def expect_open(self) -> None:
-        """Raise `ManagerUnusable` after `close`."""
+        """Raise `ManagerUnusable` after `close_pool`."""
         if not self._end.alive:
             raise ManagerUnusable(f"{self._name}: these threads are closed")
 
@@ -92,7 +92,7 @@ class Workers:
             while len(self._threads) < self._num_threads:
                 self._threads.append(self._new_thread(len(self._threads)))
 
-    def close(self) -> None:
+    def close_pool(self) -> None:
         """Close the pool: queued jobs are done, no more are accepted. Does not wait."""
         with self._lock:
             self._end()
@@ -105,7 +105,7 @@ class Workers:
         return thread
 
 
-def _stop(jobs: _Queue, num_threads: int) -> None:
+def _queue_stops(jobs: _Queue, num_threads: int) -> None:
     for _ in range(num_threads):
         jobs.put(None)
 
@@ -142,7 +142,7 @@ def hand_over(*jobs: tuple[Workers, Job]) -> list[Future[Any]]:
         (workers, partial(do, future, job))
         for future, (workers, job) in zip(futures, jobs, strict=True)
     ]
-    jobs[0][0].put(partial(_pass_on, tasks))
+    jobs[0][0].queue_task(partial(_pass_on, tasks))
     return futures
 
 
@@ -152,14 +152,14 @@ def _pass_on(tasks: Sequence[tuple[Workers, _Task]]) -> None:
     own = [first]
     for workers, task in others:
         try:
-            workers.put(task)
+            workers.queue_task(task)
         except ManagerUnusable:
             own.append(task)  # those workers were closed
     for task in own:
         task()
 
 
-def gather(futures: Sequence[Future[T]], *, timeout_s: float, what: str) -> list[T]:
+def gather_results(futures: Sequence[Future[T]], *, timeout_s: float, what: str) -> list[T]:
     """Wait for futures and return their results in order; on an error, cancel the rest and raise.
 
     Waits until every running job has ended, so that no job writes after this returns.
@@ -220,7 +220,7 @@ class Background(Workers):
         self.ask_to_stop()
         return not wait(jobs, timeout=timeout_s).not_done
 
-    def end(self, jobs: Sequence[Future[Any]] = (), *, timeout_s: float = 0.0) -> bool:
+    def stop_jobs(self, jobs: Sequence[Future[Any]] = (), *, timeout_s: float = 0.0) -> bool:
         """Close the pool and `stop` its jobs; queued ones are still run, no more are accepted."""
-        self.close()
+        self.close_pool()
         return self.stop(jobs, timeout_s=timeout_s)

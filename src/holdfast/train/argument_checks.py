@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.policy.clock import Time, Unit, argument_name, parse
 from holdfast.policy.savers import SavePolicy, as_trigger
@@ -32,7 +32,7 @@ def check_counted(unit: Unit, what: str, extra: Collection[Unit]) -> None:
         raise UsageError(f"{what}: {name} are not counted; give counts=Counts({name}=…)")
 
 
-@checked(but=("cycle",))
+@check_arguments(but=("cycle",))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
     """Settings of what a run counts besides steps and epochs, for goals, intervals and triggers.
@@ -89,8 +89,8 @@ def checked_every(
     if every is None:
         return None
     wanted = every if isinstance(every, SavePolicy) else as_trigger(every)
-    for part in _parts(wanted):
-        _check(part, extra, what)
+    for part in _list_triggers(wanted):
+        _check_trigger_units(part, extra, what)
         if asks_for(part, "signal") and not handles_signals:
             raise UsageError(f"{what}: {part}: the Trainer handles no signals with stop=None")
         if asks_for(part, "evaluation") and not validates:
@@ -102,11 +102,11 @@ def checked_every(
 
 def asks_for(wanted: Trigger | SavePolicy | None, event: Event) -> bool:
     """Whether a trigger `On` the event is among the parts of `wanted`."""
-    parts = () if wanted is None else _parts(wanted)
+    parts = () if wanted is None else _list_triggers(wanted)
     return any(isinstance(part, On) and event in part.events for part in parts)
 
 
-def _parts(wanted: Trigger | SavePolicy) -> Iterator[Trigger]:
+def _list_triggers(wanted: Trigger | SavePolicy) -> Iterator[Trigger]:
     if isinstance(wanted, SavePolicy):
         for trigger in (wanted.permanent, wanted.ephemeral):
             yield from () if trigger is None else parts_of(trigger)
@@ -114,7 +114,7 @@ def _parts(wanted: Trigger | SavePolicy) -> Iterator[Trigger]:
         yield from parts_of(wanted)
 
 
-def _check(part: Trigger, extra: Collection[Unit], what: str) -> None:
+def _check_trigger_units(part: Trigger, extra: Collection[Unit], what: str) -> None:
     if isinstance(part, Every):
         check_counted(part.unit, f"{what}='{part.interval}'", extra)
     elif isinstance(part, At):

@@ -33,7 +33,7 @@ from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Trigger
 from holdfast.staging.overlap import Mode
 from holdfast.state.capture.capture import unheld_in
-from holdfast.state.capture.lacking import describe
+from holdfast.state.capture.lacking import describe_parameters
 from holdfast.train.argument_checks import asks_for, check_range
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.loggers.default import JsonLines
@@ -300,7 +300,7 @@ def check_held(state: Mapping[str, Any], loss: Any) -> None:
     unheld = unheld_in(state)
     if unheld:
         of_loss = {"loss": loss} if isinstance(loss, nn.Module) else {}
-        shown = describe(unheld, of_loss)
+        shown = describe_parameters(unheld, of_loss)
         example = '{"loss": loss}' if "loss." in shown else '{"head": head}'
         raise UsageError(
             f"parameters that no component holds would be trained and not saved: {shown}. "
@@ -414,7 +414,7 @@ def make_schedulers(given: Any, optimizer: torch.optim.Optimizer | None) -> dict
     if isinstance(optimizer, Mapping):
         return _make_by_name(given, optimizer)
     several = isinstance(given, Iterable) and not (isinstance(given, str) or hasattr(given, "step"))
-    made = [_make(item, optimizer) for item in (given if several else [given])]
+    made = [_make_scheduler(item, optimizer) for item in (given if several else [given])]
     if not several:
         return {"scheduler": made[0]}
     _check_apart([item.scheduler for item in made], len(optimizer.param_groups))
@@ -437,7 +437,7 @@ def _make_by_name(
     }
 
 
-def _make(item: Any, optimizer: torch.optim.Optimizer) -> Schedule:
+def _make_scheduler(item: Any, optimizer: torch.optim.Optimizer) -> Schedule:
     plan = item if isinstance(item, Schedule) else Schedule(item)
     given = plan.scheduler
     is_factory = isinstance(given, type) or (callable(given) and not hasattr(given, "step"))

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.checkpoints import Checkpoints, best_rules
 from holdfast.control.stop import Stop
 from holdfast.errors import NoCheckpoint, UsageError
@@ -31,7 +31,7 @@ from holdfast.saving.hooks import StateHooks
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture.edits import StateView
 from holdfast.state.components import PROGRESS, RNG, TRAINER, PerRank, check_state, marked
-from holdfast.state.patterns import listed
+from holdfast.state.patterns import convert_names
 from holdfast.state.planning.schedulesettings import check_override
 from holdfast.store.base import Store
 from holdfast.train import build
@@ -120,7 +120,7 @@ class Trainer:
     raised.
     """
 
-    @checked(but=("model", "optimizer"))
+    @check_arguments(but=("model", "optimizer"))
     def __init__(
         self,
         model: nn.Module | build.MakeModel,
@@ -237,7 +237,7 @@ class Trainer:
         if limits.fast_dev_run:
             callbacks = [item for item in callbacks if not isinstance(item, Logger)]
         self._callbacks = Callbacks([*callbacks, *loggers], self, is_leader=group.is_leader)
-        self._callbacks.tell(Callback.model_made)
+        self._callbacks.call_hook(Callback.model_made)
         self.ema = None if ema is None else Average(self.model, ema)
         self.swa = None if swa is None else EqualAverage(self.model, swa)
         recompute(self.model, activation_checkpointing)
@@ -308,7 +308,7 @@ class Trainer:
         )
         self._update = Update(
             model=self.model,
-            called=self.model if optimizer is None else self._parallel.wrap(self.model),
+            called=self.model if optimizer is None else self._parallel.wrap_model(self.model),
             parallel=self._parallel,
             means=RankMeans(group),
             weighing=Weighing(group, is_scaled=self._numerics.scaler is not None),
@@ -316,7 +316,7 @@ class Trainer:
             scores=self._scores,
             snapshot=self._snapshot,
             optimizer=self.optimizer,  # not used where it is None
-            schedulers=self._schedules.plain,
+            schedulers=self._schedules.plain_schedulers,
             loss=build.no_loss if loss is None else loss,
             clip=Clip() if isinstance(named, Mapping) else build.checked_clip(clip),
             numerics=self._numerics,
@@ -327,7 +327,7 @@ class Trainer:
             nan=self._nan,
         )
         if isinstance(named, Mapping):
-            self._update = SeveralUpdate.of(
+            self._update = SeveralUpdate.from_update(
                 self._update,
                 optimizers=named,
                 clips=build.clips_of(clip, named),
@@ -337,10 +337,10 @@ class Trainer:
         self._validate = validate
         self._strategy = chosen
         self._validations = self._make_validations(validate)
-        self._schedules.check(counts.units, validates=validate is not None)
+        self._schedules.check_steppable(counts.units, validates=validate is not None)
         self._ending: FitEnding | None = None
         extra, self._per_rank = marked(state or {})
-        self.state = self._components(extra)
+        self.state = self._collect_components(extra)
         check_state(self.state)
         build.check_held(self.state, loss)
         self.checkpoints.check_components({*self.state, RNG})
@@ -366,7 +366,9 @@ class Trainer:
             checkpoints=self.checkpoints,
             best=saves_of_validations(self.checkpoints),
             watched=WatchedMetricsCheck(
-                self._watched, self._validations, [f"train/{name}" for name in self._scores.names]
+                self._watched,
+                self._validations,
+                [f"train/{name}" for name in self._scores.metric_names],
             ),
             sanity=self._check_sanity,
         )
@@ -380,9 +382,9 @@ class Trainer:
         self._scopes: list[str] = []
         self._is_complete = optimizer is not None and (loss is not None or update is not None)
         self._detects_anomaly = detect_anomaly
-        self._callbacks.tell(Callback.setup)
+        self._callbacks.call_hook(Callback.setup)
 
-    @checked(but=("until", "max_time"))
+    @check_arguments(but=("until", "max_time"))
     def fit(
         self,
         until: str | int,
@@ -444,19 +446,19 @@ class Trainer:
         if self._limits.num_steps is not None:
             goal = Time(self._limits.num_steps, Unit.STEP)
         check_counted(goal.unit, f"until={until!r}", self._counts.units)
-        without, override = listed(without, "without"), listed(override, "override")
+        without, override = convert_names(without, "without"), convert_names(override, "override")
         check_override(self.state, override)
-        MissingComponentPolicy(without=without).check(self.state)
+        MissingComponentPolicy(without=without).check_live_state(self.state)
         if self._limits.fast_dev_run and (start_from is not None or load_best):
             logger.info("limits: fast_dev_run: start_from and load_best are ignored")
             start_from, load_best = None, False
-        start = StartingPoint.of(start_from, self.root)
+        start = StartingPoint.resolve_source(start_from, self.root)
         resuming = Resuming(resume, strict=strict, override=override)
-        resuming.check(start, has_root=self.root is not None)
+        resuming.check_resume_arguments(start, has_root=self.root is not None)
         if load_best:
             check_load_best(self.checkpoints, validates=bool(self._validations))
-        self._schedules.resolve(goal, self._epoch)
-        self._validations.resolve(goal, self._epoch)
+        self._schedules.compute_lengths(goal, self._epoch)
+        self._validations.compute_intervals(goal, self._epoch)
         self._ending = ending = FitEnding(
             goal,
             self.counters,
@@ -561,7 +563,7 @@ class Trainer:
             if data is not None:
                 raise UsageError(f"which={which!r}: not a checkpoint, and data is given, too")
             which, data = None, which
-        return self._evaluate(self._parts(data), which)
+        return self._evaluate(self._choose_parts(data), which)
 
     def test(self, data: Any, *, which: Which | None = None) -> dict[str, float]:
         """Evaluate on loaders that no decision of the training has seen: metrics `test/…`.
@@ -572,7 +574,7 @@ class Trainer:
             data: a loader, loaders by name, or a `Validation` or a list of them.
             which: one checkpoint, as for `validate_all`; None: the weights as they are.
         """
-        return self._evaluate(self._parts(data, kind="test"), which, is_test=True)
+        return self._evaluate(self._choose_parts(data, kind="test"), which, is_test=True)
 
     def predict(
         self,
@@ -605,7 +607,7 @@ class Trainer:
                 targets = self._one(which)
                 stack.enter_context(kept_all(targets))
                 stack.enter_context(borrowed(weights))
-                targets[0].load(weights, self._editing(Callback.edit_load))
+                targets[0].load_modules(weights, self._editing(Callback.edit_load))
             self._share_buffers()
             chosen = self.ema.cast.update() if self.ema is not None and use_ema else self.model
             stack.callback(self._parallel.reshard, chosen)
@@ -646,7 +648,7 @@ class Trainer:
             By step, then in the order in which they were made; each checkpoint once.
         """
         self._check_validates()
-        targets = self._chosen(which)
+        targets = self._choose_targets(which)
         with self._closing(), self._managed(None):
             return self._validate_each(targets, self._validations.parts)
 
@@ -660,9 +662,9 @@ class Trainer:
                 f"request_stop({reason!r}): fit does not run, so nothing can be stopped"
             )
         if self.manager is not None and self._ending is not None:
-            self._ending.ask(reason)
+            self._ending.request_end(reason)
 
-    @checked()
+    @check_arguments()
     def log(
         self,
         metrics: Mapping[str, float | torch.Tensor | Entry | Sequence[Mapping[str, Any]]],
@@ -753,7 +755,7 @@ class Trainer:
             if name in targets[0].entry.manifest.components
         }
         with kept_all(targets):
-            best = targets[0].load(weights, self._editing(Callback.edit_load))
+            best = targets[0].load_modules(weights, self._editing(Callback.edit_load))
         note = (
             f"{' and '.join(weights)}: loaded from the best checkpoint, {best.folder}; the run "
             f"itself is at step {outcome.step}"
@@ -801,7 +803,7 @@ class Trainer:
         """Load the whole state from another root, except the ids under which loggers record."""
         own = [(item, item.state_dict()) for item in self._callbacks.recording]
         try:
-            found = start.load(
+            found = start.load_whole_state(
                 self.state,
                 hooks,
                 self.checkpoints.encrypt,
@@ -830,7 +832,7 @@ class Trainer:
         if not self._validations:
             raise UsageError("there is nothing to validate on: give the Trainer validate=…")
 
-    def _chosen(self, which: Which | Iterable[Which] | None) -> list[Target]:
+    def _choose_targets(self, which: Which | Iterable[Which] | None) -> list[Target]:
         if self.manager is not None:
             raise UsageError(f"which={which!r}: while fit runs, only its weights can be used")
         return select(self.root, which, self.checkpoints.encrypt)
@@ -840,12 +842,12 @@ class Trainer:
         return {"model": self.model, **({} if self.ema is None else {"ema": self.ema.model})}
 
     def _one(self, which: Which) -> list[Target]:
-        chosen = self._chosen(which)
+        chosen = self._choose_targets(which)
         if len(chosen) > 1:
             raise UsageError(f"which={which!r}: {len(chosen)} checkpoints; use validate_all")
         return chosen
 
-    def _parts(self, data: Any, kind: str = "val") -> tuple[ValidationPart, ...]:
+    def _choose_parts(self, data: Any, kind: str = "val") -> tuple[ValidationPart, ...]:
         if data is not None:
             return self._make_validations(data, kind=kind).parts
         self._check_validates()
@@ -867,7 +869,7 @@ class Trainer:
                 found = self._validated(parts)
             # Before `fit` the run may be another process's.
             if is_test and self._ending is not None:
-                self._callbacks.tell(Callback.test_end, at, found)
+                self._callbacks.call_hook(Callback.test_end, at, found)
             return found
 
     def _validate_each(
@@ -877,7 +879,7 @@ class Trainer:
         found = []
         with kept_all(targets), borrowed(weights):
             for target in targets:
-                checkpoint = target.load(weights, self._editing(Callback.edit_load))
+                checkpoint = target.load_modules(weights, self._editing(Callback.edit_load))
                 metrics = self._validated(parts)
                 found.append(Validated(checkpoint=checkpoint, metrics=metrics))
         return tuple(found)
@@ -922,13 +924,13 @@ class Trainer:
         def edit(view: StateView) -> None:
             cast_averages(view, averages)
             with self._place.left():
-                self._callbacks.tell(hook, view)
+                self._callbacks.call_hook(hook, view)
 
         return edit
 
     def _before_save(self, now: Timestamp, metrics: Metrics) -> tuple[str, ...]:
         """Check loss and weights, and call `before_save`; returns what is not finite."""
-        self._place.check(now.step)
+        self._place.check_save_step(now.step)
         group = self._parallel.group
         ending = self._ending
         # After a signal the run is to be resumed, and has little time.
@@ -937,15 +939,15 @@ class Trainer:
             self._update_statistics(self.swa)
         with self._place.left():
             found = check_health(self._unhealthy, now.step, self.model, metrics, group)
-            self._callbacks.tell(Callback.before_save)
+            self._callbacks.call_hook(Callback.before_save)
         if not group.is_alone:
             self._share_buffers()
-            self._callbacks.follow(group)
-            self._scores.share()
+            self._callbacks.copy_logger_state(group)
+            self._scores.gather_states()
         self.counters.step_numbers = {}
         if self.counters.unvalidated:  # the resume that validates will log the step
             own = {"": read_numbers(self.counters.step_metrics), **self._callbacks.step_numbers}
-            self.counters.step_numbers = group.gather(own)[0]
+            self.counters.step_numbers = group.gather_values(own)[0]
         return found
 
     def _snapshot(self) -> Boundary:
@@ -992,16 +994,16 @@ class Trainer:
 
     @contextmanager
     def _closing(self) -> Iterator[None]:
-        """Call `close` of all callbacks after the block, without masking the block's error."""
+        """Close all callbacks after the block, without masking the block's error."""
         try:
             yield
         except BaseException:
             try:
-                self._callbacks.close()
+                self._callbacks.call_close_hooks()
             except HookFailed as error:
                 logger.error("%s", error)
             raise
-        self._callbacks.close()
+        self._callbacks.call_close_hooks()
 
     def _make_validations(
         self, given: Any, *, kind: str = "val", batches: int | None = None, is_quiet: bool = False
@@ -1041,7 +1043,7 @@ class Trainer:
                     "lost; make another Loader of the same dataset"
                 )
 
-    def _components(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+    def _collect_components(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         own: dict[str, Any] = {"model": self.model}
         if isinstance(self.optimizer, Mapping):
             own |= {f"optimizer-{name}": item for name, item in self.optimizer.items()}
@@ -1111,7 +1113,7 @@ class Trainer:
         try:
             self._validated(validations.parts)
         finally:
-            kept.put_back()
+            kept.restore_snapshot()
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:

@@ -269,16 +269,16 @@ class Average:
         """The averaged model in the dtypes of the trained one."""
 
     @torch.no_grad()
-    def begin(self, model: nn.Module) -> None:
+    def start_from_model(self, model: nn.Module) -> None:
         """Start the average from the current weights of the model."""
-        for average, live in self._pairs(model):
+        for average, live in self._pair_tensors(model):
             average.copy_(live)
 
     @torch.no_grad()
-    def follow(self, model: nn.Module) -> None:
+    def update_average(self, model: nn.Module) -> None:
         """Update the average with the current weights of the model."""
         averages, weights = [], []
-        for average, live in self._pairs(model):
+        for average, live in self._pair_tensors(model):
             if not (average.is_floating_point() or average.is_complex()):
                 average.copy_(live)
             elif average.dtype == live.dtype:
@@ -289,7 +289,7 @@ class Average:
         if averages:
             torch._foreach_lerp_(averages, weights, 1 - self.decay)
 
-    def _pairs(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pair_tensors(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
         return pairs_of(self.model, model)
 
 

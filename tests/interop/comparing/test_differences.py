@@ -14,7 +14,7 @@ from torch import Tensor
 from holdfast import CheckpointManager
 from holdfast.errors import UsageError
 from holdfast.interop import reading
-from holdfast.interop.comparing.differences import SourceDifference, compare
+from holdfast.interop.comparing.differences import SourceDifference, compare_sources
 from holdfast.interop.comparing.pairs import TensorDifference
 from holdfast.interop.comparing.trees import differences
 from holdfast.interop.opening import open_source
@@ -29,7 +29,7 @@ def files(tmp_path: Path, a: dict[str, Tensor], b: dict[str, Tensor]) -> SourceD
 
 def between(a: object, b: object, *components: str) -> SourceDifference:
     with open_source(str(a)) as source_a, open_source(str(b)) as source_b:
-        return compare(source_a, source_b, components)
+        return compare_sources(source_a, source_b, components)
 
 
 def one(tmp_path: Path, a: Tensor, b: Tensor) -> TensorDifference:

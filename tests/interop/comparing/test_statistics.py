@@ -26,7 +26,7 @@ def stats(tensor: torch.Tensor, *, cut: int = 1 << 20) -> TensorStats:
     tally = TensorTally(TensorSpec("x", DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
     data = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     for start in range(0, len(data), cut):
-        tally.add(memoryview(data)[start : start + cut])
+        tally.add_bytes(memoryview(data)[start : start + cut])
     return figures_of(tally, "model:x", ())
 
 

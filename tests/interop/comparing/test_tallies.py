@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.comparing.differences import compare
+from holdfast.interop.comparing.differences import compare_sources
 from holdfast.interop.comparing.pairs import PairTally
 from holdfast.interop.comparing.statistics import TensorStats, stats_of
 from holdfast.interop.comparing.tallies import TensorTally
@@ -58,7 +58,7 @@ def test_runs_of_a_tensor_merge_to_the_whole(
     runs = []
     for start, stop in pairwise(places):
         runs.append(TensorTally(spec, start))
-        runs[-1].add(memory[start:stop])
+        runs[-1].add_bytes(memory[start:stop])
     found = runs[0]
     for later in runs[1:]:
         found = found.merged(later)
@@ -73,7 +73,7 @@ def test_exponents_of_many_numbers_are_those_of_each(num: int) -> None:
     tensor[::1000], tensor[5], tensor[num - 1] = 0.0, math.nan, -math.inf
     tensor[7] = 2.0**-140
     tally = TensorTally(spec_of(tensor))
-    tally.add(memory_of(tensor))
+    tally.add_bytes(memory_of(tensor))
     finite = tensor[torch.isfinite(tensor) & (tensor != 0)].double()
     values, counts = (torch.frexp(finite).exponent - 1).unique(return_counts=True)
     expected = dict(zip(values.tolist(), counts.tolist(), strict=True))
@@ -93,9 +93,9 @@ def test_numbers_counted_by_their_codes_have_the_same_figures(dtype: torch.dtype
     tensor = tensor.view(dtype)
     memory, spec = memory_of(tensor), spec_of(tensor)
     by_codes, by_parts = TensorTally(spec), TensorTally(spec)
-    by_codes.add(memory)
+    by_codes.add_bytes(memory)
     for start in range(0, memory.nbytes, 60):
-        by_parts.add(memory[start : start + 60])
+        by_parts.add_bytes(memory[start : start + 60])
     assert counted(by_codes) == counted(by_parts)
     assert by_codes.rows.num_dead == 2
     assert by_codes.sum == pytest.approx(by_parts.sum, rel=1e-9)
@@ -133,7 +133,7 @@ def test_small_tensors_have_the_figures_of_each_alone(tmp_path: Path) -> None:
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         alone = TensorTally(spec_of(tensor))
-        alone.add(memory_of(tensor))
+        alone.add_bytes(memory_of(tensor))
         assert figures(found[name]) == (
             alone.zeros,
             alone.nan,
@@ -163,12 +163,12 @@ def test_small_tensors_differ_as_each_alone(tmp_path: Path) -> None:
         open_source(str(tmp_path / "a.safetensors")) as one,
         open_source(str(tmp_path / "b.safetensors")) as other,
     ):
-        result = compare(one, other)
+        result = compare_sources(one, other)
     found = {difference.tensor: difference for difference in result.tensors}
     for name in a:
         alone = PairTally(spec_of(a[name]), spec_of(b[name]))
         if alone.num_left:
-            alone.add(memory_of(a[name]), memory_of(b[name]))
+            alone.add_numbers(memory_of(a[name]), memory_of(b[name]))
         difference = found.pop(f"model:{name}", None)
         assert (difference is None) == alone.is_equal
         if difference is not None:

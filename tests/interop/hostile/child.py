@@ -30,7 +30,7 @@ from holdfast.errors import HoldfastError
 from holdfast.format.objects import document
 from holdfast.interop.opening import open_source
 from holdfast.interop.pickles import budget, machine, names
-from holdfast.interop.reading import pieces
+from holdfast.interop.reading import read_pieces
 from holdfast.interop.sources import tars, zips
 
 MIB = 1 << 20
@@ -95,7 +95,7 @@ def open_and_read(folder: Path, case: Case) -> str:
                 for key, spec in part.specs.items():
                     read += spec.nbytes
                     if read <= MAX_READ_NBYTES:
-                        for _ in pieces(source, [(name, key)]):
+                        for _ in read_pieces(source, [(name, key)]):
                             pass
             return f"left out {len(source.left_out)}" if source.left_out else "read"
     except HoldfastError as error:
@@ -180,7 +180,7 @@ def break_(name: str) -> None:
 
         machine.Machine._global = careless  # type: ignore[method-assign]
     elif name == "an unpickler is used":
-        machine.Machine.load = lambda self: pickle.load(self._file)  # type: ignore[method-assign]
+        machine.Machine.read_pickle = lambda self: pickle.load(self._file)  # type: ignore[method-assign]
     elif name == "memory is not charged":
         budget.PickleBudget.charge = lambda self, nbytes: None  # type: ignore[method-assign]
     elif name == "links are read":

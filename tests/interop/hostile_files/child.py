@@ -14,7 +14,7 @@ import lz4.block  # noqa: F401
 
 from holdfast.errors import HoldfastError
 from holdfast.interop.opening import open_source
-from holdfast.interop.reading import pieces
+from holdfast.interop.reading import read_pieces
 
 LIMIT_S = 10
 WATCHED = ("open", "import", "exec", "compile", "pickle", "subprocess", "os.", "socket", "ctypes")
@@ -39,7 +39,7 @@ def outcome(path: Path) -> str:
     try:
         with open_source(str(path)) as source:
             wanted = [(name, key) for name, part in source.parts.items() for key in part.specs]
-            for _ in pieces(source, wanted):
+            for _ in read_pieces(source, wanted):
                 pass
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}"

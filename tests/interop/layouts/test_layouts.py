@@ -30,7 +30,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
 
 
 def bits(source: Source, component: str, key: str) -> torch.Tensor:
-    spec = source.part(component).specs[key]
+    spec = source.get_component(component).specs[key]
     memory = memoryview(bytearray(spec.nbytes))
     source.read_into(component, key, 0, memory)
     return torch.frombuffer(memory, dtype=torch.float32).reshape(spec.shape)
@@ -66,8 +66,10 @@ def test_a_file_of_lightning(tmp_path: Path, trained: Any) -> None:
             "trainer": "tree",
             "state": "tree",
         }
-        assert source.part("trainer").tree["hyper_parameters"]["_class_path"] == "os.system"
-        assert [*source.part("state").tree] == ["ema"]
+        assert (
+            source.get_component("trainer").tree["hyper_parameters"]["_class_path"] == "os.system"
+        )
+        assert [*source.get_component("state").tree] == ["ema"]
         assert torch.equal(bits(source, "model", "weight"), model.weight)
         average = bits(source, "optimizer", "state.0.exp_avg")
         assert torch.equal(average, optimizer.state_dict()["state"][0]["exp_avg"])
@@ -93,7 +95,7 @@ def test_a_dict_by_the_names_that_people_use(
     with open_source(str(tmp_path / "x.pt")) as source:
         assert (source.format, source.step) == ("torch", 12)
         assert [*source.parts] == ["model", "optimizer", "scheduler", "state"]
-        assert source.part("state").tree == {step: 12, "loss": 0.5}
+        assert source.get_component("state").tree == {step: 12, "loss": 0.5}
 
 
 def test_a_file_of_ignite_tells_its_iteration(tmp_path: Path, trained: Any) -> None:
@@ -105,7 +107,7 @@ def test_a_file_of_ignite_tells_its_iteration(tmp_path: Path, trained: Any) -> N
     )
     with open_source(str(tmp_path / "checkpoint_9.pt")) as source:
         assert (source.format, source.step) == ("ignite", 9)
-        assert source.part("trainer").tree == engine
+        assert source.get_component("trainer").tree == engine
 
 
 def test_weights_alone_are_a_model_and_one_tensor_is_one_too(tmp_path: Path) -> None:
@@ -116,7 +118,7 @@ def test_weights_alone_are_a_model_and_one_tensor_is_one_too(tmp_path: Path) -> 
         with open_source(str(tmp_path / f"{name}.pt")) as source:
             assert kinds(source) == {"model": wanted}
     with open_source(str(tmp_path / "c.pt")) as source:
-        assert source.part("state").tree == {"epoch": 3, "names": ["a"]}
+        assert source.get_component("state").tree == {"epoch": 3, "names": ["a"]}
 
 
 def test_a_whole_module_is_refused_with_what_to_save_instead(tmp_path: Path) -> None:
@@ -158,10 +160,10 @@ def test_a_folder_of_accelerate(tmp_path: Path, trained: Any) -> None:
             "state": "tree",
             "files": "tree",
         }
-        assert source.part("state").tree == {"count": 3}
-        assert source.part("rng1").tree["random_state"] == random.getstate()
+        assert source.get_component("state").tree == {"count": 3}
+        assert source.get_component("rng1").tree["random_state"] == random.getstate()
         assert torch.equal(bits(source, "model1", "weight"), trained[0].weight)
-        assert {*source.part("files").tree} == {"notes.txt"}
+        assert {*source.get_component("files").tree} == {"notes.txt"}
         assert source.left_out == []
 
 
@@ -192,11 +194,11 @@ def test_a_folder_of_the_trainer_of_transformers(tmp_path: Path, trained: Any) -
     with open_source(str(tmp_path / "checkpoint-30")) as source:
         assert (source.format, source.step) == ("hf-trainer", 30)
         assert [*source.parts] == ["model", "optimizer", "rng", "scheduler", "trainer", "files"]
-        assert {*source.part("files").tree} == {"tokenizer.json"}
-        assert source.part("model").kind == "module"
+        assert {*source.get_component("files").tree} == {"tokenizer.json"}
+        assert source.get_component("model").kind == "module"
         for key, tensor in weights.items():
             assert torch.equal(bits(source, "model", key), tensor)
-        assert math.isnan(source.part("trainer").tree["log_history"][0]["loss"])
+        assert math.isnan(source.get_component("trainer").tree["log_history"][0]["loss"])
         assert [one.path for one in source.left_out] == ["training_args.bin"]
 
 
@@ -228,8 +230,11 @@ def test_names_that_a_config_ties_are_in_a_folder_of_the_trainer_too(
     save_file({"model.embed_tokens.weight": torch.ones(2)}, tmp_path / "c" / "model.safetensors")
     (tmp_path / "c" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with open_source(str(tmp_path / "c")) as source:
-        assert {*source.part("model").tree} == {"model.embed_tokens.weight", "lm_head.weight"}
-        assert len(source.part("model").specs) == 1
+        assert {*source.get_component("model").tree} == {
+            "model.embed_tokens.weight",
+            "lm_head.weight",
+        }
+        assert len(source.get_component("model").specs) == 1
 
 
 def test_a_damaged_file_in_a_folder_is_refused_by_its_name(tmp_path: Path, trained: Any) -> None:
@@ -247,4 +252,4 @@ def test_a_file_that_only_its_code_can_read_is_left_out(tmp_path: Path, trained:
         assert "state1" not in source.parts
         assert any("custom_checkpoint_1.pkl" in one.path for one in source.left_out)
     with pytest.raises((UsageError, MismatchError)):
-        source.part("state1")
+        source.get_component("state1")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.interop.pickles import gather as gathering
-from holdfast.interop.pickles.gather import boxes, gather
+from holdfast.interop.pickles.gather import boxes, gather_strided
 
 VIEWS: dict[str, Callable[[], torch.Tensor]] = {
     "transposed": lambda: torch.arange(420.0).reshape(21, 20).t(),
@@ -48,7 +48,7 @@ def test_any_range_is_that_of_the_contiguous_tensor(
     for first, last in ranges:
         low, high = sorted((int(first), int(last)))
         memory = memoryview(bytearray(high - low))
-        gather(
+        gather_strided(
             read,
             tuple(tensor.shape),
             tuple(tensor.stride()),
@@ -67,7 +67,7 @@ def test_a_transposed_matrix_is_read_in_bounded_memory_and_few_reads() -> None:
     def read(start: int, memory: memoryview) -> None:
         reads.append(memory.nbytes)
 
-    gather(read, (4096, 4096), (1, 4096), offset=0, item_nbytes=4, start=0, memory=memory)
+    gather_strided(read, (4096, 4096), (1, 4096), offset=0, item_nbytes=4, start=0, memory=memory)
     assert max(reads) <= gathering.SPAN_NBYTES
     assert len(reads) <= 4096
     assert sum(reads) <= 4096 * 4096 * 4

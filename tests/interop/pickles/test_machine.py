@@ -44,7 +44,7 @@ def read(data: bytes) -> Any:
         constants=CONSTANTS,
         setters=SETTERS,
     )
-    return machine.load()
+    return machine.read_pickle()
 
 
 @given(plain, st.integers(0, 5), st.booleans())

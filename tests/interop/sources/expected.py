@@ -45,7 +45,7 @@ def _value(node: Any, data: bytes) -> Any:
 
 def found(source: Source, component: str) -> Any:
     """The tree of a component in the same form."""
-    part, data = source.part(component), read(source, component)
+    part, data = source.get_component(component), read(source, component)
 
     def value(node: Any) -> Any:
         if isinstance(node, TensorRef | ArrayRef):

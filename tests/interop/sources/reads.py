@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.interop.reading import pieces
+from holdfast.interop.reading import read_pieces
 from holdfast.interop.source import Source
 
 
@@ -19,9 +19,9 @@ def data_of(tensor: torch.Tensor) -> bytes:
 
 def read(source: Source, component: str = "model") -> dict[str, bytes]:
     """The bytes of every tensor of a component, by key."""
-    part = source.part(component)
+    part = source.get_component(component)
     found: dict[str, bytes] = dict.fromkeys(part.specs, b"")
-    for piece in pieces(source, [(component, key) for key in part.specs]):
+    for piece in read_pieces(source, [(component, key) for key in part.specs]):
         found[piece.key] += bytes(piece.memory)
     return found
 
@@ -29,7 +29,7 @@ def read(source: Source, component: str = "model") -> dict[str, bytes]:
 def by_path(source: Source, component: str = "model") -> dict[str, bytes]:
     """The bytes of every leaf of a component, by path."""
     found = read(source, component)
-    return {path: found[leaf.key] for path, leaf in source.part(component).leaves.items()}
+    return {path: found[leaf.key] for path, leaf in source.get_component(component).leaves.items()}
 
 
 def safetensors_bytes(header: Any, data: bytes = b"") -> bytes:

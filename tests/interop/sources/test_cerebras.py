@@ -30,8 +30,8 @@ def test_every_value_is_as_cerebras_reads_it() -> None:
         own = {name: found(source, name) for name in ("model", "optimizer", "shared")}
         values = found(source, "state") | own
         assert [(one.path, one.why) for one in source.left_out] == [("object", PICKLE)]
-        assert source.part("model").kind == "module"
-        leaves = source.part("shared").leaves
+        assert source.get_component("model").kind == "module"
+        leaves = source.get_component("shared").leaves
         assert leaves["0"].key == leaves["1"].key
     del recorded["object"]
     assert values == recorded

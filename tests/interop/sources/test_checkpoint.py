@@ -25,7 +25,7 @@ from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.interop import blocks
 from holdfast.interop.comparing.statistics import stats_of
 from holdfast.interop.opening import open_source
-from holdfast.interop.reading import pieces
+from holdfast.interop.reading import read_pieces
 from holdfast.interop.source import Source
 from holdfast.interop.sources import checkpoint
 from holdfast.interop.sources.checkpoint import CheckpointSource
@@ -57,7 +57,7 @@ def contents(source: Source) -> dict[str, bytes]:
         (name, key) for name, part in source.parts.items() if name != "rng" for key in part.specs
     ]
     found = {f"{name}:{key}": b"" for name, key in wanted}
-    for piece in pieces(source, wanted):
+    for piece in read_pieces(source, wanted):
         found[f"{piece.component}:{piece.key}"] += bytes(piece.memory)
     return found
 
@@ -86,8 +86,8 @@ def test_every_tensor_comes_back_with_its_bytes(tmp_path: Path, options: dict[st
     with open_source(str(tmp_path), encrypt=options.get("encrypt")) as source:
         assert (source.format, source.step) == ("holdfast", 1)
         assert contents(source) == expected()
-        assert source.part("tree").leaves.keys() == VALUES.keys()
-        assert source.part("tree").specs["half"].shape == (11, 5, 13)
+        assert source.get_component("tree").leaves.keys() == VALUES.keys()
+        assert source.get_component("tree").specs["half"].shape == (11, 5, 13)
 
 
 @pytest.mark.parametrize("named", ["root", "root@step=1", "root@latest", "folder", "renamed"])
@@ -189,7 +189,9 @@ def test_large_tensors_are_lent_block_by_block(tmp_path: Path) -> None:
     with open_source(str(tmp_path)) as source:
         assert contents(source) == expected(LARGE)
         wanted = [("tree", key) for key in LARGE]
-        found = [(piece.key, piece.start, piece.memory.nbytes) for piece in pieces(source, wanted)]
+        found = [
+            (piece.key, piece.start, piece.memory.nbytes) for piece in read_pieces(source, wanted)
+        ]
     large = [(key, start, nbytes) for key, start, nbytes in found if key != "odd"]
     assert max(nbytes for _, _, nbytes in large) == layout.BLOCK_NBYTES
     assert all(start % LARGE[key].itemsize == 0 for key, start, _ in large)
@@ -198,7 +200,7 @@ def test_large_tensors_are_lent_block_by_block(tmp_path: Path) -> None:
 def test_an_iterator_of_pieces_may_be_dropped(tmp_path: Path) -> None:
     saved(tmp_path, LARGE)
     with open_source(str(tmp_path)) as source:
-        some = pieces(source, [("tree", "wide"), ("tree", "weight")])
+        some = read_pieces(source, [("tree", "wide"), ("tree", "weight")])
         next(some)
         some.close()
         assert contents(source) == expected(LARGE)
@@ -280,7 +282,7 @@ def test_plain_values_and_arrays_are_in_the_tree(tmp_path: Path) -> None:
     array = torch.arange(4).numpy()
     saved(tmp_path, {"lr": 0.5, "of": [torch.ones(2), array], "name": "x"})
     with open_source(str(tmp_path)) as source:
-        tree = source.part("tree").tree
+        tree = source.get_component("tree").tree
         assert (tree["lr"], tree["name"]) == (0.5, "x")
         assert type(tree["of"][0]) is TensorRef
         assert type(tree["of"][1]) is ArrayRef
@@ -295,7 +297,7 @@ def test_each_rank_has_its_own_tree(tmp_path: Path) -> None:
 
     all_of(on_ranks(2, save))
     with open_source(str(tmp_path)) as source:
-        trees = source.part("own").tree
+        trees = source.get_component("own").tree
         assert [tree["n"] for tree in trees] == [0, 1]
         assert contents(source)["own:rank1.t"] == torch.full((2,), 1).numpy().tobytes()
 

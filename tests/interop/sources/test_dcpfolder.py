@@ -44,7 +44,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def read(source: Source, component: str, key: str) -> bytes:
-    memory = memoryview(bytearray(source.part(component).specs[key].nbytes))
+    memory = memoryview(bytearray(source.get_component(component).specs[key].nbytes))
     source.read_into(component, key, 0, memory)
     return bytes(memory)
 
@@ -103,13 +103,13 @@ def test_every_tensor_and_value_that_dcp_saves_comes_back(tmp_path: Path) -> Non
     with open_source(str(tmp_path)) as source:
         assert source.step == 7
         assert source.left_out == []
-        assert source.part("model").kind == "module"
-        assert {*source.part("model").tree} == {*model}
+        assert source.get_component("model").kind == "module"
+        assert {*source.get_component("model").tree} == {*model}
         for key, tensor in model.items():
-            spec = source.part("model").specs[key]
+            spec = source.get_component("model").specs[key]
             assert spec.shape == tuple(tensor.shape)
             assert read(source, "model", key) == bytes_of(tensor)
-        tree = source.part("scheduler").tree
+        tree = source.get_component("scheduler").tree
         assert (tree["text"], tree["pair"], tree["set"]) == ("a", (1, None), {1, 2})
         tensor, [array] = tree["inner"]
         assert isinstance(tensor, TensorRef)
@@ -179,7 +179,7 @@ def test_what_an_extension_has_transformed_or_no_dtype_here_holds_is_left_out(
     change(tmp_path, edit)
     with open_source(str(tmp_path)) as source:
         found = {one.path: one.why for one in source.left_out}
-        assert {*source.part("model").specs} == {"b"}
+        assert {*source.get_component("model").specs} == {"b"}
     assert sorted(why.split()[0] for why in found.values()) == ["a", "transformed"]
 
 

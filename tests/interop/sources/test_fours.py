@@ -51,7 +51,7 @@ def test_a_model_of_4_bit_floats_is_saved_and_loaded(tmp_path: Path) -> None:
     assert data(loaded) == data(resumed) == data(model) != data(Quantised(first=99))
     with open_source(str(tmp_path)) as source:
         assert by_path(source) == data(model)
-        kinds = {spec.dtype for spec in source.part("model").specs.values()}
+        kinds = {spec.dtype for spec in source.get_component("model").specs.values()}
         assert kinds == {"F4_X2"}
 
 
@@ -60,5 +60,5 @@ def test_safetensors_reads_4_bit_floats_with_torchs_shape(tmp_path: Path) -> Non
     save_file(tensors, tmp_path / "w.safetensors")
     with open_source(str(tmp_path / "w.safetensors")) as source:
         assert by_path(source) == {name: data_of(one) for name, one in tensors.items()}
-        shapes = {key: spec.shape for key, spec in source.part("model").specs.items()}
+        shapes = {key: spec.shape for key, spec in source.get_component("model").specs.items()}
         assert shapes == {name: tuple(one.shape) for name, one in tensors.items()}

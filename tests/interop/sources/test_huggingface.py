@@ -68,7 +68,7 @@ def test_shards_are_one_component(tmp_path: Path) -> None:
     make_shards(tmp_path, {FIRST: first, SECOND: second})
     with open_source(str(tmp_path)) as source:
         assert by_path(source) == {name: data_of(tensor) for name, tensor in weights.items()}
-        assert source.part("model").specs["transformer.steps"].shape == ()
+        assert source.get_component("model").specs["transformer.steps"].shape == ()
         assert {*source.parts} == {"model"}, "neither index nor shards are carried along as files"
 
 
@@ -97,12 +97,12 @@ def test_names_that_the_model_ties_share_a_tensor(
     save_file({stored: torch.ones(2, 2)}, tmp_path / "model.safetensors")
     save_config(tmp_path, architectures=[architecture])
     with open_source(str(tmp_path)) as source:
-        leaves = source.part("model").leaves
+        leaves = source.get_component("model").leaves
         assert {*leaves} == {stored, *tied}
         assert {leaf.key for leaf in leaves.values()} == {stored}
     save_config(tmp_path, architectures=[architecture], tie_word_embeddings=False)
     with open_source(str(tmp_path)) as source:
-        assert {*source.part("model").leaves} == {stored}
+        assert {*source.get_component("model").leaves} == {stored}
 
 
 def test_a_head_of_its_own_is_not_tied(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_link_out_of_the_folder_is_not_carried_along_but_one_into_the_cache_is
     (folder / "config.json").symlink_to("../../blobs/12ab")
     (folder / "again.json").symlink_to("config.json")
     with open_source(str(folder)) as source:
-        assert {*source.part("files").tree} == {"again.json", "config.json"}
+        assert {*source.get_component("files").tree} == {"again.json", "config.json"}
         assert [(one.path, one.why) for one in source.left_out] == [
             ("vocab.txt", "a link that leads out of the folder")
         ]

@@ -68,7 +68,7 @@ def test_every_value_is_as_mindspore_reads_it(file: str) -> None:
 def test_the_step_of_its_callback_is_told() -> None:
     with open_source(str(FOLDER / "plain.ckpt")) as source:
         assert (source.format, source.step) == ("mindspore", 7)
-        assert source.part("state").tree == {"note": "häl😀"}
+        assert source.get_component("state").tree == {"note": "häl😀"}
     with open_source(str(FOLDER / "crc.ckpt")) as source:
         assert source.step is None
 

@@ -31,7 +31,7 @@ def test_every_tensor_comes_back_with_its_bytes(
 ) -> None:
     save_file(weights, tmp_path / "w.safetensors")
     with open_source(str(tmp_path / "w.safetensors")) as source:
-        part, found = source.part("model"), read(source)
+        part, found = source.get_component("model"), read(source)
     assert {*part.leaves} == {*weights}
     for key, tensor in weights.items():
         assert part.specs[key].shape == tuple(tensor.shape)
@@ -48,7 +48,7 @@ def test_every_dtype_that_both_know_is_read(tmp_path: Path, name: str) -> None:
         saved["scalar"] = matrix[1].clone()
     save_file(saved, tmp_path / "w.safetensors")
     with open_source(str(tmp_path / "w.safetensors")) as source:
-        specs, found = source.part("model").specs, read(source)
+        specs, found = source.get_component("model").specs, read(source)
     for key, tensor in saved.items():
         assert (specs[key].dtype, specs[key].shape) == (name, tuple(tensor.shape))
         assert found[key] == data_of(tensor)
@@ -74,7 +74,7 @@ def test_metadata_is_a_component_of_its_own(
 ) -> None:
     save_file(weights, tmp_path / "w.safetensors", {"format": "pt", "note": "a run", "lr": "0.1"})
     with open_source(str(tmp_path / "w.safetensors")) as source:
-        assert source.part("metadata").tree == {"note": "a run", "lr": "0.1"}
+        assert source.get_component("metadata").tree == {"note": "a run", "lr": "0.1"}
     save_file(weights, tmp_path / "w.safetensors", {"format": "pt"})
     with open_source(str(tmp_path / "w.safetensors")) as source:
         assert {*source.parts} == {"model"}
@@ -85,7 +85,7 @@ def test_names_that_save_model_left_out_share_their_tensor(tmp_path: Path) -> No
     model[1].weight = model[0].weight
     save_model(model, str(tmp_path / "w.safetensors"))
     with open_source(str(tmp_path / "w.safetensors")) as source:
-        leaves = source.part("model").leaves
+        leaves = source.get_component("model").leaves
     assert {*leaves} == {*model.state_dict()}
     assert leaves["0.weight"].key == leaves["1.weight"].key
     assert {*source.parts} == {"model"}
@@ -133,4 +133,4 @@ def test_an_unknown_component_is_named_with_those_there_are(
         open_source(str(tmp_path / "w.safetensors")) as source,
         pytest.raises(UsageError, match=r"no component 'optimizer'; it has 'model'"),
     ):
-        source.part("optimizer")
+        source.get_component("optimizer")

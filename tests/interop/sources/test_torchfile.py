@@ -34,9 +34,9 @@ from holdfast.interop.lazy import load_file
 from holdfast.interop.opening import open_source
 from holdfast.interop.pickles import values
 from holdfast.interop.pickles.budget import PickleBudget
-from holdfast.interop.reading import pieces
+from holdfast.interop.reading import read_pieces
 from holdfast.interop.source import Source
-from holdfast.interop.sources.crcs import joined
+from holdfast.interop.sources.crcs import join_crcs
 from holdfast.interop.sources.torchfile import TorchFile, read_pickle
 from holdfast.state.leaves import TORCH_DTYPES
 
@@ -62,9 +62,9 @@ def save(value: Any, path: Path, way: str) -> None:
 
 def tensors(source: Source, component: str = "model") -> dict[str, torch.Tensor]:
     """Read each tensor of a component, by path."""
-    part = source.part(component)
+    part = source.get_component(component)
     read: dict[str, bytearray] = {key: bytearray() for key in part.specs}
-    for piece in pieces(source, [(component, key) for key in part.specs]):
+    for piece in read_pieces(source, [(component, key) for key in part.specs]):
         read[piece.key] += piece.memory
     made = {}
     for path, ref in part.leaves.items():
@@ -111,7 +111,7 @@ def test_every_kind_of_tensor_comes_back_with_its_bits(tmp_path: Path, way: str)
     save(some, tmp_path / "w.pt", way)
     with open_source(str(tmp_path / "w.pt")) as source:
         read = tensors(source)
-        refs = source.part("model").leaves
+        refs = source.get_component("model").leaves
         assert source.left_out == []
     assert [*read] == [*some]
     assert [name for name in some if not same(read[name], some[name])] == []
@@ -128,7 +128,7 @@ def test_tied_tensors_have_one_key_and_views_of_a_storage_have_their_own(
     weight = torch.randn(4, 3)
     save({"a": weight, "b": weight, "row": weight[1]}, tmp_path / "w.pt", way)
     with open_source(str(tmp_path / "w.pt")) as source:
-        part = source.part("model")
+        part = source.get_component("model")
         assert part.kind == "module"
         assert {path: ref.key for path, ref in part.leaves.items()} == {
             "a": "a",
@@ -284,7 +284,7 @@ def test_records_of_a_caller_keep_their_members(tmp_path: Path) -> None:
     path = tmp_path / "x.metadata"
     value = argparse.ArgumentError(None, "x")
     path.write_bytes(pickle.dumps({"known": Record(1), "other": value}, 4))
-    file = LocalFile.open(path)
+    file = LocalFile.open_regular(path)
     found = read_pickle(file, records=[f"{Record.__module__}.Record"])
     file.close()
     assert type(found["known"]) is values.PickledObject
@@ -302,7 +302,7 @@ def test_many_small_tensors_take_little_memory(tmp_path: Path) -> None:
     torch.save({f"layer.{n}.weight": torch.ones(2) for n in range(2_000)}, tmp_path / "w.pt")
     tracemalloc.start()
     with open_source(str(tmp_path / "w.pt")) as source:
-        assert len(source.part("model").specs) == 2_000
+        assert len(source.get_component("model").specs) == 2_000
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 10 << 20
@@ -397,5 +397,5 @@ def test_a_file_whose_sums_torch_did_not_compute_is_read(tmp_path: Path) -> None
 @pytest.mark.parametrize("lengths", [(0, 5), (1, 1), (4 << 20, 12_345), (3, 1 << 20)])
 def test_sums_of_two_runs_are_joined_as_zlib_computes_them(lengths: tuple[int, int]) -> None:
     first, second = (Random(number).randbytes(nbytes) for number, nbytes in enumerate(lengths))
-    found = joined(zlib.crc32(first), zlib.crc32(second), len(second))
+    found = join_crcs(zlib.crc32(first), zlib.crc32(second), len(second))
     assert found == zlib.crc32(first + second)

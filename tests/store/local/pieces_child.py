@@ -48,7 +48,7 @@ def main(folder: str, max_nbytes: str, log: str, how: str, *numbers: str) -> Non
 
         memory = bytearray(NBYTES)
         at = piece(number).start
-        pieces.read(piece(number), at, memoryview(memory), fetch, seen=ignore)
+        pieces.read_piece(piece(number), at, memoryview(memory), fetch, seen=ignore)
         assert memory == content(number), number
 
     print("ready", flush=True)

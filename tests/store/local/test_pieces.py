@@ -50,7 +50,9 @@ class Reader:
             show(memory)
 
         memory = bytearray(NBYTES)
-        self.pieces.read(piece(number), piece(number).start, memoryview(memory), fetch, seen=seen)
+        self.pieces.read_piece(
+            piece(number), piece(number).start, memoryview(memory), fetch, seen=seen
+        )
         assert memory == content(number)
 
 
@@ -226,7 +228,7 @@ def test_a_part_of_a_piece_brings_the_whole_piece(tmp_path: Path) -> None:
     for offset in (5, 5, 0, 100):
         memory, seen = bytearray(10), bytearray()
         start = piece(3).start + offset
-        reader.pieces.read(piece(3), start, memoryview(memory), fetch, seen=seen.extend)
+        reader.pieces.read_piece(piece(3), start, memoryview(memory), fetch, seen=seen.extend)
         assert memory == seen == whole[offset : offset + 10]
     assert fetched == [(piece(3).start, NBYTES)]
 
@@ -390,11 +392,11 @@ def test_what_is_forgotten_is_fetched_again(tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     for number in (1, 2, 3):
         reader(number)
-    reader.pieces.remove(piece(1).place)
+    reader.pieces.remove_copies(piece(1).place)
     assert set(files(tmp_path)) == names(2, 3)
     (ours,) = tmp_path.glob("holdfast-cache-*")
     (ours / OBJECT / "mine").write_bytes(b"mine")
-    reader.pieces.remove(OBJECT.rpartition("/")[0])
+    reader.pieces.remove_copies(OBJECT.rpartition("/")[0])
     assert files(tmp_path) == {}
     assert (ours / OBJECT / "mine").read_bytes() == b"mine"
     reader(2)

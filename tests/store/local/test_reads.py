@@ -68,7 +68,9 @@ def needs_direct(fd: int, arena: memoryview) -> None:
 def fill(fd: int, memory: memoryview, start: int, *, seen: Seen, **how: bool) -> None:
     """As of a file that is open for this one read."""
     asked = {"direct": True, "afresh": False} | how
-    localreads.fill(OpenFile(os.dup(fd)), memory, start, what="the file", seen=seen, **asked)
+    localreads.fill_from_file(
+        OpenFile(os.dup(fd)), memory, start, what="the file", seen=seen, **asked
+    )
 
 
 def read(fd: int, memory: memoryview, start: int, **how: bool) -> bytes:
@@ -445,7 +447,7 @@ def test_a_file_that_has_another_name_too_is_not_read_on_under_one_that_it_lost(
 def test_nothing_stays_open_for_a_reader_that_ends_while_a_file_is_opened(file: Path) -> None:
     """It would hold the room of a file that is deleted later."""
     files = OpenFiles()
-    reading = files.kept()
+    reading = files.keep_open()
     reading.__enter__()
 
     class Late(dict[str, OpenFile]):

@@ -42,7 +42,7 @@ def test_a_url_names_a_bucket_and_a_prefix(url: str, bucket: str, prefix: str) -
     place = parse_place(url, None)
     assert (place.bucket, place.prefix) == (bucket, prefix)
     assert place.url == url.rstrip("/")
-    assert place.key("a/b") == (f"{prefix}/a/b" if prefix else "a/b")
+    assert place.make_object_key("a/b") == (f"{prefix}/a/b" if prefix else "a/b")
 
 
 @each(

@@ -421,7 +421,7 @@ def test_a_document_that_waits_for_its_turn_keeps_no_request_open(
         is_list = "list-type" in path
         return Answer(body=b"<ListBucketResult/>" if is_list else b"12345" * 100_000)
 
-    monkeypatch.setattr(remoteapi, "_wait", ask_instead)
+    monkeypatch.setattr(remoteapi, "_wait_for_rate", ask_instead)
     with answering() as (endpoint, answers):
         answers.then = answer
         store = store_at(endpoint, max_download_mb_s=0.25, max_concurrency=1, timeout_s=20)

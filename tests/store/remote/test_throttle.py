@@ -37,7 +37,7 @@ def test_a_pause_is_not_saved_up():
 def test_without_a_rate_nobody_waits():
     pace = RateLimit(None)
     assert [pace.reserve(10**12) for _ in range(3)] == [0, 0, 0]
-    assert pace.seconds(10**12) == 0
+    assert pace.compute_seconds(10**12) == 0
 
 
 def test_ranks_of_a_host_share_its_rate_and_begin_one_after_the_other():

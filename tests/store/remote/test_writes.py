@@ -186,7 +186,7 @@ class Held:
         self.is_stuck_or_done = threading.Event()
         self.most = 0
         uploads = store._uploads
-        take, wait = uploads.take, uploads.changed.wait
+        take, wait = uploads.acquire_copy_memory, uploads.changed.wait
 
         def counted() -> Any:
             buffer = take()
@@ -198,7 +198,7 @@ class Held:
                 self.is_stuck_or_done.set()
             return True
 
-        monkeypatch.setattr(uploads, "take", counted)
+        monkeypatch.setattr(uploads, "acquire_copy_memory", counted)
         monkeypatch.setattr(uploads.changed, "wait", watched)
 
     def run(self, job: Callable[[], None]) -> None:

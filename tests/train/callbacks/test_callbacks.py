@@ -56,7 +56,7 @@ def test_a_result_that_a_hook_gives_in_vain_is_warned_of_once(
 ) -> None:
     every = together(made(Callback, "Mine", fit_start=lambda self, training: True))
     for _ in range(2):
-        every.tell(Callback.fit_start)
+        every.call_hook(Callback.fit_start)
     (text,) = [one.getMessage() for one in caplog.records]
     assert "Mine.fit_start" in text
     assert "request_stop" in text
@@ -88,7 +88,7 @@ def test_every_hook_reaches_every_callback_in_order_with_loggers_last(hook: str)
     arguments = tuple(
         object() for _ in list(inspect.signature(getattr(Callback, hook)).parameters)[2:]
     )
-    every.tell(getattr(Callback, hook), *arguments)
+    every.call_hook(getattr(Callback, hook), *arguments)
     expected = (TRAINING, *arguments)
     others = ("early", "a", "b", "late")
     order = ("log", *others) if hook == "fit_start" else (*others, "log")
@@ -106,7 +106,7 @@ def test_a_failing_hook_is_named_and_its_error_is_the_cause() -> None:
     with pytest.raises(
         HookFailed, match=r"Fails\.fit_start failed: RuntimeError\('mine'\)"
     ) as raised:
-        together(failing).tell(Callback.fit_start)
+        together(failing).call_hook(Callback.fit_start)
     assert raised.value.__cause__ is error
     assert (raised.value.callback, raised.value.hook) == (failing, "fit_start")
 
@@ -118,11 +118,11 @@ def test_a_hook_that_fails_inside_a_hook_is_the_one_that_is_named() -> None:
 
     class Outer(Callback):
         def fit_start(self, training: Training) -> None:
-            both.tell(Callback.epoch_end)
+            both.call_hook(Callback.epoch_end)
 
     both = together(Inner(), Outer())
     with pytest.raises(HookFailed, match=r"Inner\.epoch_end"):
-        both.tell(Callback.fit_start)
+        both.call_hook(Callback.fit_start)
 
 
 def test_an_interrupt_in_a_hook_stays_what_it_is() -> None:
@@ -131,7 +131,7 @@ def test_an_interrupt_in_a_hook_stays_what_it_is() -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        together(Interrupted()).tell(Callback.fit_start)
+        together(Interrupted()).call_hook(Callback.fit_start)
 
 
 def test_close_reaches_everybody_and_the_first_failure_is_raised(
@@ -152,7 +152,7 @@ def test_close_reaches_everybody_and_the_first_failure_is_raised(
         caplog.at_level(logging.ERROR, logger="holdfast"),
         pytest.raises(HookFailed, match="'first'"),
     ):
-        together(*several).close()
+        together(*several).call_close_hooks()
     assert closed == ["first", "second", "fine"]
     assert "'second'" in caplog.text
 

@@ -147,7 +147,7 @@ def test_a_norm_is_read_only_where_it_is_logged(monkeypatch: pytest.MonkeyPatch)
     read: list[int] = []
     from holdfast.train.callbacks import measuring
 
-    monkeypatch.setattr(measuring, "whole", lambda norm: (read.append(1), norm)[1])
+    monkeypatch.setattr(measuring, "gather_dtensor", lambda norm: (read.append(1), norm)[1])
     logged(GradientNorm(), until="6step", log_every=3)
     assert len(read) == 2 * 2  # two modules, at two logs
 

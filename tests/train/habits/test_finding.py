@@ -93,7 +93,7 @@ def test_a_size_of_micro_batches_that_a_finder_has_halved_is_restored() -> None:
 
     trainer = make(MemoryStore(), loss=hungry, micro_batch="auto")
     assert trainer.find_learning_rate(steps=7).rates
-    assert trainer.state["micro_batch"].size is None
+    assert trainer.state["micro_batch"].max_samples is None
 
 
 def test_the_suggested_rate_is_where_the_loss_falls() -> None:

@@ -16,7 +16,7 @@ from holdfast import Checkpoints
 from holdfast.data import Loader
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Counts, Metrics, ProgressBar, Trainer, Training, Validation
-from holdfast.train.loggers.text import MAX_ROWS, duration, short, size, summary
+from holdfast.train.loggers.text import MAX_ROWS, duration, format_nbytes, short, summary
 from train.small import Noisy, make
 
 
@@ -139,8 +139,8 @@ def test_a_summary_is_short() -> None:
         (short(0.5), "0.5"),
         (short(12_345), "12.3k"),
         (short(3e9), "3G"),
-        (size(10), "10 B"),
-        (size(3 * 1024**3), "3.0 GiB"),
+        (format_nbytes(10), "10 B"),
+        (format_nbytes(3 * 1024**3), "3.0 GiB"),
         (duration(7.2), "0:07"),
         (duration(3_725), "1:02:05"),
         (duration(90_000), "1d 1:00:00"),

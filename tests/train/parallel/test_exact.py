@@ -179,7 +179,7 @@ def test_a_resume_that_is_not_exact_says_so(
     ranks = Ranks(rank=rank, local_rank=rank, world_size=world_size, local_world_size=world_size)
     parallel = parallel_of(strategy, Group(ranks, torch.device("cpu")), None)
     with caplog.at_level(logging.WARNING, logger="holdfast"):
-        parallel.resumed()
+        parallel.warn_of_inexact_resume()
     assert ("rebuild_buckets=False" in caplog.text) is is_told
 
 

@@ -262,7 +262,7 @@ def test_all_ranks_take_the_rate_of_the_script(strategy: str, tmp_path: Path) ->
     assert found[0] == found[1]
     assert found[0][0] == pytest.approx(0.005)
     assert len(found[0][1]) == 1
-    (life,) = Catalog(open_store(tmp_path)).resolve().manifest.changes
+    (life,) = Catalog(open_store(tmp_path)).find_checkpoint().manifest.changes
     assert {"world_size: 1 → 2", "optimizer.param_groups.0.lr: 0.01 → 0.05"} <= set(life.what)
 
 
@@ -835,9 +835,9 @@ def reduced_of_ranks(rank: int) -> tuple[dict[str, float], dict[str, float]]:
     mean, kinds = Mean(), {"sum": "sum", "max": "max", "min": "min", "l2": "l2", "late": "min"}
     for value in (1.0, 2.0 + rank):
         names = ["mean", "sum", "max", "min", "l2", *(["late"] if rank else [])]
-        mean.add(dict.fromkeys(names, -value), 1.0 + rank, kinds)  # type: ignore[arg-type]
+        mean.add_batch(dict.fromkeys(names, -value), 1.0 + rank, kinds)  # type: ignore[arg-type]
     step = {name: float(value) for name, value in RankMeans(group)(mean).items()}
-    return step, {name: float(v) for name, v in mean_of_ranks(group, mean).result().items()}
+    return step, {name: float(v) for name, v in mean_of_ranks(group, mean).compute_means().items()}
 
 
 def test_metrics_are_reduced_over_all_ranks() -> None:

@@ -47,7 +47,7 @@ def test_data_components_generators_and_buffers_are_put_back() -> None:
     count.value = 5
     tree["mean"] += 1
     norm(torch.randn(8, 4))
-    boundary.put_back()
+    boundary.restore_snapshot()
     assert (loader.epoch, loader.batch, count.value) == (0, 0, 0)
     assert torch.equal(tree["mean"], torch.ones(3))
     assert torch.equal(norm.running_mean, torch.zeros(4))  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def way_back(stop: Stop | None, *callbacks: Callback, is_exact: bool = False) ->
 
 def test_without_a_stop_nothing_is_interrupted_and_there_is_no_way_back() -> None:
     way = way_back(None)
-    way.begin_step()
+    way.take_snapshot()
     with way.fetching(), way.validating(), way.waiting():
         pass
     assert not way.go()
@@ -101,10 +101,10 @@ def test_without_a_stop_nothing_is_interrupted_and_there_is_no_way_back() -> Non
 
 def test_there_is_no_way_back_from_an_update() -> None:
     way = way_back(Stop(), is_exact=True)
-    way.begin_step()
+    way.take_snapshot()
     way.begin_update()
     assert not way.go()
-    way.begin_step()
+    way.take_snapshot()
     assert way.go()
     assert not way.go()
 

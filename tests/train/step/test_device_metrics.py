@@ -23,7 +23,7 @@ from holdfast.train import (
     Training,
     Validation,
 )
-from holdfast.train.step.device_metrics import LazyMetrics, Mean, number
+from holdfast.train.step.device_metrics import LazyMetrics, Mean, convert_metric
 from train.small import make
 
 
@@ -135,7 +135,7 @@ def test_logs_are_at_the_same_steps_after_a_resume_and_at_the_end() -> None:
 def test_a_value_is_of_the_moment_it_was_given() -> None:
     """Although the tensor is written to later, and nobody had looked."""
     tensor = torch.tensor(1.0)
-    found = LazyMetrics({"loss": number("loss", tensor)})
+    found = LazyMetrics({"loss": convert_metric("loss", tensor)})
     tensor.fill_(2.0)
     assert dict(found) == {"loss": 1.0}
     assert repr(found.joined({"more": 3.0})) == "{'loss': 1.0, 'more': 3.0}"
@@ -144,9 +144,12 @@ def test_a_value_is_of_the_moment_it_was_given() -> None:
 
 def test_means_are_weighted_and_over_the_batches_that_have_the_metric() -> None:
     mean = Mean()
-    mean.add({"a": torch.tensor(1.0), "b": 4.0}, 3.0)
-    mean.add({"a": 5.0}, 1.0)
-    assert {name: float(value) for name, value in mean.result().items()} == {"a": 2.0, "b": 4.0}
+    mean.add_batch({"a": torch.tensor(1.0), "b": 4.0}, 3.0)
+    mean.add_batch({"a": 5.0}, 1.0)
+    assert {name: float(value) for name, value in mean.compute_means().items()} == {
+        "a": 2.0,
+        "b": 4.0,
+    }
 
 
 def of_batch(model: nn.Module, batch: Tensor) -> StepOutput:
@@ -181,17 +184,17 @@ def test_an_extreme_is_nan_if_a_batch_has_nan() -> None:
     for values in ([math.nan, 1.0], [1.0, math.nan], [torch.tensor(1.0), math.nan]):
         mean = Mean()
         for value in values:
-            mean.add({"top": value}, 1.0, {"top": "max"})
-        assert math.isnan(float(mean.result()["top"]))
+            mean.add_batch({"top": value}, 1.0, {"top": "max"})
+        assert math.isnan(float(mean.compute_means()["top"]))
 
 
 def test_one_metric_has_one_reduction() -> None:
     with pytest.raises(UsageError, match="by='median'"):
         Reduced(1.0, "median")  # type: ignore[arg-type]
     mean = Mean()
-    mean.add({"top": 1.0}, 1.0)
+    mean.add_batch({"top": 1.0}, 1.0)
     with pytest.raises(UsageError, match="'top' is reduced by mean and by max"):
-        mean.add({"top": 1.0}, 1.0, {"top": "max"})
+        mean.add_batch({"top": 1.0}, 1.0, {"top": "max"})
 
 
 def test_a_metric_that_is_no_number_is_left_out_with_one_warning(
@@ -232,10 +235,10 @@ def test_a_loss_that_gives_no_metrics_by_name_is_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize("value", [torch.zeros(2), "text", "3.5", None, [1.0], 10**400])
 def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(UsageError, match="'extra'"):
-        number("extra", value)
+        convert_metric("extra", value)
 
 
 def test_an_integer_beyond_the_range_of_a_float_is_refused_by_name() -> None:
     """Issue 20, line 10: it was an OverflowError that named nothing."""
     with pytest.raises(UsageError, match=r"'count'.*too large"):
-        number("count", 10**400)
+        convert_metric("count", 10**400)

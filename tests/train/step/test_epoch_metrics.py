@@ -485,22 +485,22 @@ class _Joins(TorchDispatchMode):
 
 def test_a_snapshot_puts_outputs_back_and_does_not_copy_them() -> None:
     scores = Scores({"count": len}, ALONE, what="metrics", is_saved=True)
-    scores.update(None, _outputs(2))
-    scores.update(None, _outputs(1))
+    scores.add_batch(None, _outputs(2))
+    scores.add_batch(None, _outputs(1))
     with _Joins() as joins:
         before = Boundary(components={"metrics": scores})
     assert joins.count == 0
-    scores.update(None, _outputs(4))
-    assert scores.compute()[0] == {"count": 7}
-    scores.reset()
-    scores.update(None, _outputs(5))
-    before.put_back()
-    assert scores.compute()[0] == {"count": 3}
+    scores.add_batch(None, _outputs(4))
+    assert scores.compute_metrics()[0] == {"count": 7}
+    scores.reset_metrics()
+    scores.add_batch(None, _outputs(5))
+    before.restore_snapshot()
+    assert scores.compute_metrics()[0] == {"count": 3}
 
 
 def test_outputs_that_were_loaded_go_to_the_device_of_those_that_follow() -> None:
     scores = Scores({"count": len}, ALONE, what="metrics", is_saved=True)
-    scores.update(None, _outputs(2))
+    scores.add_batch(None, _outputs(2))
     scores.load_state_dict(scores.state_dict())
-    scores.update(None, _outputs(1, "meta"))
-    assert scores.compute()[0] == {"count": 3}
+    scores.add_batch(None, _outputs(1, "meta"))
+    assert scores.compute_metrics()[0] == {"count": 3}

@@ -60,7 +60,7 @@ def test_every_container_is_split_with_what_belongs_to_its_samples() -> None:
         "same": ["x", "y"],
         "number": 7,
     }
-    pieces = MicroBatches(2, ALONE).pieces([batch])
+    pieces = MicroBatches(2, ALONE).split_window([batch])
     assert [piece.batch["x"].tolist() for piece in pieces] == [[0], [1, 2], [3, 4]]
     assert [piece.batch["names"] for piece in pieces] == [["a"], ["b", "c"], ["d", "e"]]
     assert [piece.share for piece in pieces] == [0.2, 0.4, 0.4]
@@ -193,7 +193,7 @@ def test_the_size_is_in_the_checkpoint_and_the_resume_is_exact(tmp_path: Path) -
     twice.fit(6)
     torch.testing.assert_close(state(twice), expected, rtol=0, atol=0)
     assert {*twice._update.loss.sizes} == {2}, "it was not tried again"
-    assert twice.state["micro_batch"].size == 2
+    assert twice.state["micro_batch"].max_samples == 2
 
 
 def test_one_sample_that_does_not_fit_is_an_error() -> None:

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import ignite.distributed as idist
 from ignite.engine import Engine, Events
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.bridges.ignite.state import (
     EngineState,
     TimedMetrics,
@@ -68,7 +68,7 @@ class HoldfastRun:
     A signal that asks to stop is obeyed after the iteration: saved, then `SystemExit`.
     """
 
-    @checked(but=("every", "max_duration", "keep"))
+    @check_arguments(but=("every", "max_duration", "keep"))
     def __init__(
         self,
         engine: Engine,
@@ -147,7 +147,7 @@ class HoldfastRun:
             HoldfastError: the run cannot be resumed, or a save has failed.
             SystemExit: a signal has asked to stop, and the state is saved.
         """
-        length = epoch_length or _length(data)
+        length = epoch_length or _measure_length(data)
         components = self._with_data(data) | {TRAINER: self._state}
         self._check_handlers(components)
         warn_without_interval(self.checkpoints, self._emit)
@@ -160,7 +160,7 @@ class HoldfastRun:
             config=self._config,
         )
         with self._stop, manager:
-            self._resumed = self._resume(manager, components, which, begin_from)
+            self._resumed = self._resume_run(manager, components, which, begin_from)
             self._validations = BridgeValidations(
                 self.checkpoints,
                 manager,
@@ -171,13 +171,13 @@ class HoldfastRun:
             if self._resumed is None:
                 rewind([components.get("data")], self._emit)
             if self._resumed is not None and not self._state.is_loaded:
-                self._count(self._resumed, length, max_epochs)
+                self._set_counters(self._resumed, length, max_epochs)
             self._generators = None if self._resumed is None else Generators()
-            if not self._is_over(max_epochs, which):
+            if not self._has_reached_end(max_epochs, which):
                 self._check_counts(length)
                 self._train(data, max_epochs, epoch_length)
             if not self._stop.requested:
-                self._finish(manager)
+                self._save_at_end(manager)
         return self.engine.state
 
     def _with_data(self, data: Any) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class HoldfastRun:
                 f"{', '.join(lost)}. Add them to the state, as components of their own",
             )
 
-    def _resume(
+    def _resume_run(
         self,
         manager: CheckpointManager,
         components: Mapping[str, Any],
@@ -236,7 +236,7 @@ class HoldfastRun:
             encrypt=self.checkpoints.encrypt,
         )
 
-    def _count(self, found: Checkpoint, length: int, max_epochs: int | None) -> None:
+    def _set_counters(self, found: Checkpoint, length: int, max_epochs: int | None) -> None:
         """Set the Engine's counters from a checkpoint of another trainer."""
         iteration = found.step * self._accumulate
         loader = self._components.get("data")
@@ -271,7 +271,7 @@ class HoldfastRun:
         if wrong:
             raise UsageError(f"{found.path} cannot be resumed by this run:\n" + listing(wrong))
 
-    def _is_over(self, max_epochs: int | None, which: str) -> bool:
+    def _has_reached_end(self, max_epochs: int | None, which: str) -> bool:
         """Whether the run that was resumed has reached its end before."""
         state = self.engine.state
         if self._resumed is None:
@@ -294,7 +294,7 @@ class HoldfastRun:
             (self.engine, Events.ITERATION_COMPLETED, self._iteration_completed),
             (self.engine, Events.TERMINATE_SINGLE_EPOCH, self._epoch_terminated),
             (self.engine, Events.EPOCH_COMPLETED, self._epoch_completed),
-            (self.engine, Events.EXCEPTION_RAISED, self._failed),
+            (self.engine, Events.EXCEPTION_RAISED, self._raise_error),
         ]
         if self._evaluator is not None:
             handlers.append((self._evaluator, Events.COMPLETED, self._validated))
@@ -313,11 +313,13 @@ class HoldfastRun:
             for engine, event, handler in handlers:
                 engine.remove_event_handler(handler, event)
 
-    def _finish(self, manager: CheckpointManager) -> None:
+    def _save_at_end(self, manager: CheckpointManager) -> None:
         if self.engine.state.iteration % self._accumulate:
             self._emit("warning", "the last step is not saved: it has not all of its iterations")
         elif self.engine.state.iteration:
-            manager.save(self._step, epoch=self._epoch, metrics=self._measured.now(), reason="end")
+            manager.save(
+                self._completed_steps, epoch=self._epoch, metrics=self._measured.now(), reason="end"
+            )
         manager.wait(uploads=False)
 
     # Handlers
@@ -345,10 +347,10 @@ class HoldfastRun:
     def _iteration_completed(self, _: Engine) -> None:
         self._has_trained = True
         if not self._is_between:  # else the handlers of the epoch's end follow
-            self._save("step")
+            self._save_if_due("step")
 
     def _epoch_completed(self, _: Engine) -> None:
-        self._save("step", "epoch")
+        self._save_if_due("step", "epoch")
 
     def _epoch_terminated(self, *_: Any, **__: Any) -> None:
         if not self._has_warned:
@@ -359,7 +361,7 @@ class HoldfastRun:
                 "not record where its epochs end, so from here on a resume is not exact",
             )
 
-    def _failed(self, _: Engine, error: BaseException) -> None:
+    def _raise_error(self, _: Engine, error: BaseException) -> None:
         """End the run by the error, also where other handlers have let it pass.
 
         The state within an iteration is none to go on from, and none to save.
@@ -371,28 +373,40 @@ class HoldfastRun:
         if self.engine.last_event_name in _BEFORE and not self._has_trained:
             return  # validates what was resumed, or an untrained model: not a step of this process
         is_saved = self._measured.is_between and not self.engine.state.iteration % self._accumulate
-        self._validations.ended(self._step if is_saved else None, self._measured.now())
+        self._validations.ended(self._completed_steps if is_saved else None, self._measured.now())
 
     def _restore_generators(self) -> None:
         """Set the generators again: since the resume, handlers have drawn from them."""
         if self._generators is not None:
-            self._generators.put_back()
+            self._generators.restore_states()
 
-    def _save(self, *events: Event) -> None:
+    def _save_if_due(self, *events: Event) -> None:
         manager, validations = self.manager, self._validations
         assert manager is not None
         assert validations is not None
         if self.engine.state.iteration % self._accumulate:
             return  # gradients are being accumulated
         metrics = self._measured.now()
-        if len(events) > 1 or validations.was_at(self._step) or not manager.is_quiet(self._step):
-            validations.maybe_save(self._step, events=events, metrics=metrics, epoch=self._epoch)
+        if (
+            len(events) > 1
+            or validations.was_at(self._completed_steps)
+            or not manager.is_quiet(self._completed_steps)
+        ):
+            validations.maybe_save(
+                self._completed_steps, events=events, metrics=metrics, epoch=self._epoch
+            )
         if self._stop.requested:
-            manager.save(self._step, epoch=self._epoch, metrics=metrics, reason="signal", wait=True)
+            manager.save(
+                self._completed_steps,
+                epoch=self._epoch,
+                metrics=metrics,
+                reason="signal",
+                wait=True,
+            )
             self.engine.interrupt()
 
     @property
-    def _step(self) -> int:
+    def _completed_steps(self) -> int:
         return int(self.engine.state.iteration) // self._accumulate
 
     @property
@@ -405,7 +419,7 @@ class HoldfastRun:
         return int(self.engine.state.iteration) % int(self.engine.state.epoch_length) == 0
 
 
-def _length(data: Any) -> int:
+def _measure_length(data: Any) -> int:
     if not hasattr(data, "__len__"):
         raise UsageError(
             f"run({type(data).__name__}): it has no length, so give epoch_length, the number of "

@@ -118,11 +118,11 @@ class _Noted(dict[str, Any]):
     def at(self, iteration: int) -> dict[str, float]:
         """Return the numbers that were set at an iteration."""
         set_then = [name for name, at in self._set_at.items() if at == iteration and name in self]
-        numbers = {name: _number(self[name]) for name in set_then}
+        numbers = {name: _convert_number(self[name]) for name in set_then}
         return {name: one for name, one in numbers.items() if one is not None}
 
 
-def _number(value: Any) -> float | None:
+def _convert_number(value: Any) -> float | None:
     """Return a value as a number; None for text, mappings and tensors of several."""
     try:
         return None if isinstance(value, str) else float(value)

@@ -15,7 +15,7 @@ from typing import Any
 from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from typing_extensions import override
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.bridges.lightning.measured import NO_STEP, LazyNumbers, NewMetrics
 from holdfast.bridges.lightning.reading import ReadingIO
 from holdfast.bridges.lightning.seams import (
@@ -72,7 +72,7 @@ class HoldfastCheckpoint(CheckpointCallback):
     A signal that asks to stop is obeyed at the next step: saved, then `SystemExit`.
     """
 
-    @checked(but=("every", "max_duration", "keep"))
+    @check_arguments(but=("every", "max_duration", "keep"))
     def __init__(
         self,
         checkpoints: str | os.PathLike[str] | Store | Tiered | Checkpoints,
@@ -136,7 +136,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         assert root is not None, "checked when this was made"
         catalog = catalog_of(root, Emitter(), options.encrypt)
         try:
-            catalog.resolve(which)
+            catalog.find_checkpoint(which)
         except NoCheckpoint:
             return ""
         return f"{catalog.store.url}@{which}"
@@ -215,7 +215,9 @@ class HoldfastCheckpoint(CheckpointCallback):
         if not trainer.fast_dev_run and trainer.state.fn == "fit":
             begin_anew(trainer)
             step = trainer.global_step
-            self._measured.look(step + (step == self._step))  # of a step that is not complete yet
+            self._measured.collect_new_metrics(
+                step + (step == self._step)
+            )  # of a step that is not complete yet
 
     @override
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -224,9 +226,9 @@ class HoldfastCheckpoint(CheckpointCallback):
             return
         step = trainer.global_step
         if step != self._step:
-            self._validations.ended(step, LazyNumbers(self._measured.look(step)))
+            self._validations.ended(step, LazyNumbers(self._measured.collect_new_metrics(step)))
             return
-        self._measured.look(NO_STEP)
+        self._measured.collect_new_metrics(NO_STEP)
         self._validations.ended(None, {})
         if self._validations.are_watched and not self._has_warned:
             self._has_warned = True
@@ -295,7 +297,9 @@ class HoldfastCheckpoint(CheckpointCallback):
         assert self._state is not None
         state = self._state
         # What was shown before is old, such as metrics of a resume.
-        self._replace(fit_loop, "on_run_start", after=lambda: self._measured.look(NO_STEP))
+        self._replace(
+            fit_loop, "on_run_start", after=lambda: self._measured.collect_new_metrics(NO_STEP)
+        )
         self._replace(epoch_loop, "on_advance_end", after=lambda: self._batch_end(trainer))
         self._replace(fit_loop, "on_advance_end", after=lambda: self._epoch_end(trainer))
         # Before callbacks put an average in the place of the weights.
@@ -329,7 +333,7 @@ class HoldfastCheckpoint(CheckpointCallback):
     def _restore_generators(self) -> None:
         """Set the generators again: since the resume, hooks and iterators have drawn from them."""
         if self._generators is not None:
-            self._generators.put_back()
+            self._generators.restore_states()
 
     def _goes_on(self) -> None:
         """Set the generators once more where an epoch goes on, whose first hooks were called."""
@@ -359,8 +363,8 @@ class HoldfastCheckpoint(CheckpointCallback):
     def _save(self, trainer: Any, events: list[Event], *, is_last: bool) -> None:
         manager, self._step = self.manager, trainer.global_step
         assert manager is not None
-        self._measured.look(self._step)
-        metrics = self._measured.at(self._step)
+        self._measured.collect_new_metrics(self._step)
+        metrics = self._measured.get_metrics(self._step)
         epoch = trainer.fit_loop.epoch_progress.current.completed
         if (
             not manager.is_quiet(self._step)

@@ -25,18 +25,18 @@ class NewMetrics:
         self._values: dict[str, Any] = {}
         self._steps: dict[str, int] = {}
 
-    def look(self, step: int) -> dict[str, Any]:
+    def collect_new_metrics(self, step: int) -> dict[str, Any]:
         """Note what is new since the last look as measured at `step`, and return it."""
         new = {
             name: value
             for name, value in shown_metrics(self._trainer).items()
-            if not _is_same(value, self._values.get(name))
+            if not _is_same_value(value, self._values.get(name))
         }
         self._values.update(new)
         self._steps.update(dict.fromkeys(new, step))
         return new
 
-    def at(self, step: int) -> Mapping[str, float]:
+    def get_metrics(self, step: int) -> Mapping[str, float]:
         """Return the metrics of a step."""
         return LazyNumbers({n: self._values[n] for n, at in self._steps.items() if at == step})
 
@@ -60,7 +60,7 @@ class LazyNumbers(Mapping[str, float]):
         return len(self._values)
 
 
-def _is_same(value: Any, known: Any) -> bool:
+def _is_same_value(value: Any, known: Any) -> bool:
     if isinstance(value, Tensor) and isinstance(known, Tensor):
         return value.data_ptr() == known.data_ptr()
     return value is known

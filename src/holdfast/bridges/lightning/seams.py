@@ -11,7 +11,7 @@ import lightning
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 
-from holdfast.bridges.naming import numbered
+from holdfast.bridges.naming import name_components
 from holdfast.bridges.parts import rewind
 from holdfast.errors import UsageError, listing
 from holdfast.events import Emitter
@@ -134,9 +134,9 @@ def components_of(trainer: Any, emit: Emitter) -> dict[str, Any]:
         )
     _check_lengths(trainer, kept)
     return {
-        **numbered("optimizer", trainer.optimizers),
-        **numbered("scheduler", schedulers),
-        **numbered("data", kept),
+        **name_components("optimizer", trainer.optimizers),
+        **name_components("scheduler", schedulers),
+        **name_components("data", kept),
     }
 
 

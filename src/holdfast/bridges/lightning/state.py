@@ -48,7 +48,7 @@ class TrainerState:
         lost: list[str] = []
         for name in _HYPER_PARAMETERS:
             if name in content:
-                content[name] = _plain(content[name], name, lost)
+                content[name] = _copy_storable(content[name], name, lost)
         for name in ("hparams_type", "datamodule_hparams_type"):
             content.pop(name, None)
         if tuple(lost) != self._left_out:
@@ -99,7 +99,7 @@ class TrainerState:
         fit_loop = self._trainer.fit_loop
         self._goes_on = True
         if self._loops is None:
-            self._count(found)
+            self._set_counters(found)
         for tracker in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
             tracker.ready = tracker.started = tracker.completed = tracker.processed
         self._calm()
@@ -144,7 +144,7 @@ class TrainerState:
         # one more, and the loader goes on with the next epoch.
         iter(fit_loop._data_fetcher)
 
-    def _count(self, found: Checkpoint) -> None:
+    def _set_counters(self, found: Checkpoint) -> None:
         """Take the counters from a checkpoint of another trainer."""
         fit_loop = self._trainer.fit_loop
         loader = position_of(self._trainer)
@@ -219,18 +219,18 @@ def _is_of(value: Any, own: Mapping[str, Any]) -> bool:
     )
 
 
-def _plain(value: Any, path: str, lost: list[str]) -> Any:
+def _copy_storable(value: Any, path: str, lost: list[str]) -> Any:
     """Copy hyper-parameters without what a checkpoint cannot hold, whose paths are noted."""
     if isinstance(value, Mapping):
         copied = {}
         for name, one in value.items():
             inside = f"{path}.{name}"
-            found = _plain(one, inside, lost)
+            found = _copy_storable(one, inside, lost)
             if inside not in lost:
                 copied[name] = found
         return copied
     if isinstance(value, list | tuple):
-        return [_plain(one, f"{path}.{number}", lost) for number, one in enumerate(value)]
+        return [_copy_storable(one, f"{path}.{number}", lost) for number, one in enumerate(value)]
     if value is None or isinstance(value, bool | int | float | str | Tensor):
         return value
     lost.append(path)

@@ -74,13 +74,13 @@ class TransformersCounters:
         return [] if note is None else [note]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keep a stored state until `apply`."""
+        """Keep a stored state until `restore_counters`."""
         note = left_out(state, FRAMEWORK)
         if note is not None:
             self._run.emit("warning", note)
         self.loaded = state if note is None else None
 
-    def apply(self, found: Checkpoint) -> None:
+    def restore_counters(self, found: Checkpoint) -> None:
         """Set counters, callbacks and losses of the Trainer to those loaded."""
         trainer, loaded = self._trainer, self.loaded
         if loaded is None:

@@ -45,7 +45,7 @@ class Epochs:
 
     def __iter__(self) -> Iterator[Any]:
         if self._generators is not None:
-            self._generators.put_back()
+            self._generators.restore_states()
         self._generators = None
         place, self._num_skipped = (self._epoch, self._num_skipped), 0
         if self._is_done():

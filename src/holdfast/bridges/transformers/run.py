@@ -208,7 +208,7 @@ class TransformersRun(TrainerCallback):
         self.trainer.args.eval_on_start = False  # it was evaluated when the run began
         if self.has_stopped and not self.is_done():
             self.emit("warning", stays_ended(step, f"train(resume_from_checkpoint={step})"))
-        counters.apply(found)
+        counters.restore_counters(found)
         check_place(self.data, found, self.trainer.args)
         self.epochs.keep_generators()
 

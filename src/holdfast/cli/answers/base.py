@@ -1,7 +1,7 @@
 """Base of the answers, and the parts that several of them share.
 
-`of` makes an answer from the members that a command gathered. One too many or of another type
-raises, so that the JSON Schema matches the output.
+`make_answer` makes an answer from the members that a command gathered. One too many or of another
+type raises, so that the JSON Schema matches the output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Base of the answers and of their parts."""
 
 
-def of(kind: type[DocumentType], members: Mapping[str, Any]) -> DocumentType:
+def make_answer(kind: type[DocumentType], members: Mapping[str, Any]) -> DocumentType:
     """Make an answer from its members; sequences of any kind become lists."""
     return msgspec.convert(members, kind)
 

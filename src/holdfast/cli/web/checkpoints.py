@@ -15,11 +15,11 @@ from holdfast.cli.diff import diff as compare
 from holdfast.cli.output import Answer
 from holdfast.cli.show import show
 from holdfast.cli.stats import stats as compute
-from holdfast.cli.verify import check
+from holdfast.cli.verify import verify_target
 from holdfast.cli.web.jobs import Job, told
 from holdfast.cli.web.pages import head_of, of_run, site_of
 from holdfast.cli.web.runs import PageRun
-from holdfast.cli.web.site import WHOLE_S, Site, cut, given, named, page_number
+from holdfast.cli.web.site import WHOLE_S, Site, find_checkpoint, given, page_number, select_page
 
 POLL_MS, SLOW_POLL_MS = 500, 2000
 """How soon the page of a job asks again for its progress, at first and after `SOON_S` seconds."""
@@ -29,13 +29,13 @@ SOON_S = 10.0
 async def checkpoint(request: Request) -> Response:
     """Show the manifest of a checkpoint."""
     site = site_of(request)
-    run = site.run(request)
+    run = site.find_run(request)
     listed = await site.checkpoint(request, run)
     common = await of_run(run, "checkpoints")
-    seen = await run.known(
-        f"show {listed.folder}", lambda: show(_target(run, listed.folder), tensors=False)
+    seen = await run.get_answer(
+        f"show {listed.folder}", lambda: show(_name_checkpoint(run, listed.folder), tensors=False)
     )
-    listing = await site.listed(run)
+    listing = await site.wait_for_list(run)
     values = {
         **given(seen),
         "listed": listed,
@@ -55,7 +55,7 @@ def _before(listed: Listed, checkpoints: Sequence[Listed]) -> str | None:
     return next((one.folder for one in checkpoints if one.folder == listed.parent), None)
 
 
-def _target(run: PageRun, folder: str) -> str:
+def _name_checkpoint(run: PageRun, folder: str) -> str:
     """Name a checkpoint that was listed, as on the command line."""
     return f"{run.root}@{folder}"
 
@@ -63,16 +63,16 @@ def _target(run: PageRun, folder: str) -> str:
 async def tensors(request: Request) -> Response:
     """List the tensors of a checkpoint, those whose name has all the given words."""
     site = site_of(request)
-    run = site.run(request)
+    run = site.find_run(request)
     listed = await site.checkpoint(request, run)
     common = await of_run(run, "checkpoints")
     seen = await _tensors_of(run, listed.folder)
     words = request.query_params.get("q", "")[:200].lower().split()
-    found = [] if seen.answer is None else _tensors(seen.answer.document)
+    found = [] if seen.answer is None else _get_tensors(seen.answer.document)
     rows = [one for one in found if all(word in _words_of(one) for word in words)]
     values = {
         **given(seen),
-        **cut(rows, page_number(request)),
+        **select_page(rows, page_number(request)),
         "listed": listed,
         "num_all": len(found),
         "q": " ".join(words),
@@ -81,15 +81,15 @@ async def tensors(request: Request) -> Response:
 
 
 async def _tensors_of(run: PageRun, folder: str, **patience: float) -> Any:
-    return await run.known(
+    return await run.get_answer(
         f"tensors {folder}",
-        lambda: show(_target(run, folder), tensors=True),
+        lambda: show(_name_checkpoint(run, folder), tensors=True),
         is_large=True,
         **patience,
     )
 
 
-def _tensors(document: Show) -> list[StoredTensor]:
+def _get_tensors(document: Show) -> list[StoredTensor]:
     return document.tensors if isinstance(document.tensors, list) else []
 
 
@@ -100,30 +100,35 @@ def _words_of(tensor: StoredTensor) -> str:
 async def begin_verify(request: Request) -> Response:
     """Begin to verify a checkpoint."""
     site = site_of(request)
-    run = site.run(request)
+    run = site.find_run(request)
     listed = await site.checkpoint(request, run)
-    return site.begin(
-        run, lambda: check(_target(run, listed.folder)), kind="verify", title=listed.folder
+    return site.start_work(
+        run,
+        lambda: verify_target(_name_checkpoint(run, listed.folder)),
+        kind="verify",
+        title=listed.folder,
     )
 
 
 async def begin_verify_all(request: Request) -> Response:
     """Begin to verify a whole root."""
     site = site_of(request)
-    run = site.run(request)
-    return site.begin(run, lambda: check(run.root), kind="verify", title="all checkpoints")
+    run = site.find_run(request)
+    return site.start_work(
+        run, lambda: verify_target(run.root), kind="verify", title="all checkpoints"
+    )
 
 
 async def begin_stats(request: Request) -> Response:
     """Begin to compute the statistics of a tensor, or of a component."""
     site = site_of(request)
-    run = site.run(request)
+    run = site.find_run(request)
     listed = await site.checkpoint(request, run)
     form = request.state.form
     seen = await _tensors_of(run, listed.folder, patience_s=WHOLE_S)
     if seen.answer is None:
         raise HTTPException(503, str(seen.error or "The checkpoint is still being read."))
-    target, found = _target(run, listed.folder), _tensors(seen.answer.document)
+    target, found = _name_checkpoint(run, listed.folder), _get_tensors(seen.answer.document)
     if "tensor" in form:
         known = {f"{one.component}:{one.key}": one.component for one in found}
         name = next((name for name in known if name == form["tensor"]), None)
@@ -136,7 +141,7 @@ async def begin_stats(request: Request) -> Response:
         if not components:
             raise HTTPException(404, "There is no such component.")
         title = f"{components[0]} of {listed.folder}"
-    return site.begin(
+    return site.start_work(
         run,
         lambda: compute(target, components=components, tensors=names),
         kind="stats",
@@ -147,8 +152,8 @@ async def begin_stats(request: Request) -> Response:
 async def comparison(request: Request) -> Response:
     """Ask which two checkpoints to compare."""
     site = site_of(request)
-    run = site.run(request)
-    common, listed = await of_run(run, "compare"), await site.listed(run)
+    run = site.find_run(request)
+    common, listed = await of_run(run, "compare"), await site.wait_for_list(run)
     folders = [one.folder for one in listed.checkpoints]
     a, b = (request.query_params.get(name, "") for name in ("a", "b"))
     values = {
@@ -162,13 +167,13 @@ async def comparison(request: Request) -> Response:
 async def begin_diff(request: Request) -> Response:
     """Begin to compare two checkpoints."""
     site = site_of(request)
-    run = site.run(request)
-    listed = await site.listed(run)
+    run = site.find_run(request)
+    listed = await site.wait_for_list(run)
     form = request.state.form
-    a, b = (named(listed, form.get(name, "")).folder for name in ("a", "b"))
-    return site.begin(
+    a, b = (find_checkpoint(listed, form.get(name, "")).folder for name in ("a", "b"))
+    return site.start_work(
         run,
-        lambda: compare(_target(run, a), _target(run, b)),
+        lambda: compare(_name_checkpoint(run, a), _name_checkpoint(run, b)),
         kind="diff",
         title=f"{a} and {b}",
     )
@@ -192,7 +197,7 @@ async def job(request: Request) -> Response:
         "document": None if answer is None else answer.document,
         "failure": told(found.error),
         "poll_ms": POLL_MS if time.time() - found.started_s < SOON_S else SLOW_POLL_MS,
-        **cut(_rows_of(answer), page_number(request)),
+        **select_page(_rows_of(answer), page_number(request)),
     }
     return site.page(request, "job.html", {**values, "tab": "jobs"})
 
@@ -208,7 +213,7 @@ async def stop_job(request: Request) -> Response:
     """Stop a piece of work."""
     site = site_of(request)
     found = _job(site, request)
-    site.jobs.stop(found)
+    site.jobs.request_job_stop(found)
     return RedirectResponse(site.rendering.url("jobs", str(found.number)), status_code=303)
 
 

@@ -81,7 +81,7 @@ class Guard:
             return
         if scope["type"] != "http":
             return  # uvicorn refuses what is never accepted
-        _place(scope, self._access.prefix)
+        _set_prefix(scope, self._access.prefix)
         sending = _SafeSend(send)
         try:
             refusal = self._refusal(scope) or await self._read_form(scope, receive)
@@ -91,25 +91,25 @@ class Guard:
             await asyncio.wait_for(self._app(scope, _no_body, sending), ANSWER_S)
         except asyncio.TimeoutError:
             if not sending.has_begun:
-                await _refuse(503, "It took too long.")(scope, receive, sending)
+                await _make_refusal(503, "It took too long.")(scope, receive, sending)
 
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        if _name_of(headers.getlist("host")) not in self._known(headers):
-            return _refuse(
+        if _name_of(headers.getlist("host")) not in self._find_allowed_hosts(headers):
+            return _make_refusal(
                 403, "This server is reached as 127.0.0.1 or localhost, or by --allow-host."
             )
         if scope["method"] not in ("GET", "HEAD", "POST"):
-            return _refuse(405, "Only GET and POST are answered.")
+            return _make_refusal(405, "Only GET and POST are answered.")
         if not self._is_own_origin(scope, headers):
-            return _refuse(403, "The request comes from another page.")
+            return _make_refusal(403, "The request comes from another page.")
         try:
             given = parse_qsl(scope["query_string"].decode("latin-1"), max_num_fields=MAX_FIELDS)
         except ValueError:
-            return _refuse(400, f"A query has at most {MAX_FIELDS} fields.")
+            return _make_refusal(400, f"A query has at most {MAX_FIELDS} fields.")
         return self._admit(scope, headers, given)
 
-    def _known(self, headers: Headers) -> Collection[str]:
+    def _find_allowed_hosts(self, headers: Headers) -> Collection[str]:
         name = _name_of(headers.getlist("host"))
         return {name} if name and self._access.is_host(name) else ()
 
@@ -151,7 +151,7 @@ class Guard:
             return response
         if not tokens and self._access.is_token(_cookie(headers, self._access.cookie)):
             return None
-        return _refuse(
+        return _make_refusal(
             403,
             "Open the whole URL that `holdfast serve` printed, with its token, and "
             "accept its cookie (curl: `-L -b ''`).",
@@ -164,21 +164,21 @@ class Guard:
         headers = Headers(scope=scope)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/x-www-form-urlencoded":
-            return _refuse(415, "Only forms are taken.")
+            return _make_refusal(415, "Only forms are taken.")
         try:
             body = await asyncio.wait_for(_body(receive), BODY_S)
         except asyncio.TimeoutError:
-            return _refuse(408, "The form did not arrive in time.")
+            return _make_refusal(408, "The form did not arrive in time.")
         if body is None:
-            return _refuse(413, f"A form has at most {MAX_BODY_NBYTES} bytes.")
+            return _make_refusal(413, f"A form has at most {MAX_BODY_NBYTES} bytes.")
         try:
             fields = dict(parse_qsl(body.decode(), max_num_fields=MAX_FIELDS))
         except ValueError:
-            return _refuse(400, "The form cannot be read.")
+            return _make_refusal(400, "The form cannot be read.")
         if not hmac.compare_digest(
             fields.get(FORM_TOKEN, "").encode(), self._access.form_token.encode()
         ):
-            return _refuse(403, "The form is not of a page of this server. Load it again.")
+            return _make_refusal(403, "The form is not of a page of this server. Load it again.")
         scope.setdefault("state", {})["form"] = fields
         return None
 
@@ -200,7 +200,7 @@ class _SafeSend:
         await self._send(message)
 
 
-def _refuse(status: int, why: str) -> Response:
+def _make_refusal(status: int, why: str) -> Response:
     return PlainTextResponse(f"{why}\n", status_code=status, headers={"Connection": "close"})
 
 
@@ -229,7 +229,7 @@ def _cookie(headers: Headers, name: str) -> str:
     return next((value for key, _, value in pairs if key == name), "")
 
 
-def _place(scope: Scope, prefix: str) -> None:
+def _set_prefix(scope: Scope, prefix: str) -> None:
     """Say in the scope what the prefix is, whether the proxy has taken it off the path or not."""
     path: str = scope["path"]
     if path == prefix or not path.startswith(f"{prefix}/"):

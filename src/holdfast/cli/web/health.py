@@ -48,7 +48,7 @@ def _of_watch(watched: WatchedRun | None) -> Iterator[HealthLine]:
         yield _of_owner(watched.owner)
     stuck = [one for one in watched.uploads if one.state in ("failed", "refused")]
     if stuck:
-        yield HealthLine("warn", f"{_count(len(stuck), 'upload')} failed: {stuck[0].folder}")
+        yield HealthLine("warn", f"{_format_count(len(stuck), 'upload')} failed: {stuck[0].folder}")
 
 
 def _of_owner(owner: WatchedOwner) -> HealthLine:
@@ -63,13 +63,14 @@ def _of_list(listed: Ls | None) -> Iterator[HealthLine]:
         yield HealthLine("bad", "nothing to resume from")
     yield from _first(f"{one.folder} is damaged: {one.reason}" for one in listed.damaged)
     yield from _first(
-        f"{one.folder}: {_count(len(one.missing), 'file')} missing or cut"
+        f"{one.folder}: {_format_count(len(one.missing), 'file')} missing or cut"
         for one in listed.checkpoints
         if one.missing
     )
     if listed.unopened:
         yield HealthLine(
-            "warn", f"{_count(len(listed.unopened), 'checkpoint')} not opened by the given keys"
+            "warn",
+            f"{_format_count(len(listed.unopened), 'checkpoint')} not opened by the given keys",
         )
     yield from _of_newest(listed.checkpoints)
 
@@ -90,5 +91,5 @@ def _of_newest(checkpoints: list[Listed]) -> Iterator[HealthLine]:
         yield HealthLine("warn", f"the newest state is unhealthy: {checkpoints[0].unhealthy[0]}")
 
 
-def _count(number: int, word: str) -> str:
+def _format_count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"

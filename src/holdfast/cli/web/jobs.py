@@ -96,7 +96,7 @@ class Job:
         """Note that a thread has begun with it."""
         self.heard_s = time.monotonic()
 
-    def report(self, what: str, done_nbytes: int, total_nbytes: int) -> None:
+    def report_progress(self, what: str, done_nbytes: int, total_nbytes: int) -> None:
         """Take the progress; called by the work itself, which ends here when it is given up."""
         if self.is_stopping:
             raise JobStopped
@@ -157,7 +157,7 @@ class Jobs:
             raise UsageError(f"too much work of {run} waits already; stop some of it first")
         self._last += 1
         job = Job(number=self._last, kind=kind, title=title, run=run)
-        context.run(PROGRESS.set, job.report)
+        context.run(PROGRESS.set, job.report_progress)
 
         def working() -> Answer:
             job.begun()
@@ -166,22 +166,22 @@ class Jobs:
 
         job.future = workers.submit(working)
         self._jobs[job.number] = job
-        self._forget()
+        self._drop_ended()
         return job
 
-    def stop(self, job: Job) -> None:
+    def request_job_stop(self, job: Job) -> None:
         """Ask a piece of work to end, which it does when it next reports its progress."""
         if not job.is_stopping and job.future is not None:
             job.stopped_s = time.monotonic()
             job.future.cancel()
 
-    def end(self) -> None:
+    def stop_all(self) -> None:
         """Stop all work, and wait for its end."""
         for job in self:
-            self.stop(job)
+            self.request_job_stop(job)
         wait([job.future for job in self if job.future is not None], timeout=_END_S)
 
-    def _forget(self) -> None:
+    def _drop_ended(self) -> None:
         ended = [job for job in self if job._has_ended]
         for job in ended[: max(0, len(self._jobs) - MAX_JOBS)]:
             del self._jobs[job.number]

@@ -26,7 +26,7 @@ from holdfast.cli.web.health import findings, is_wrong
 from holdfast.cli.web.jobs import told
 from holdfast.cli.web.lineage import picture
 from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
-from holdfast.cli.web.site import WHOLE_S, Site, coming, cut, given, page_number
+from holdfast.cli.web.site import WHOLE_S, Site, coming, given, page_number, select_page
 
 MAX_POINTS = 4000
 """Points of a curve that are sent to be drawn; a screen has fewer columns."""
@@ -50,7 +50,7 @@ async def roots(request: Request) -> Response:
 
 
 async def _card(run: PageRun) -> dict[str, Any]:
-    looked, listed = await gather(run.look(), run.listed())
+    looked, listed = await gather(run.watch_run(), run.list_checkpoints())
     document = listed.answer.document if listed.answer is not None else None
     found = findings(document, looked.answer)
     return {
@@ -67,12 +67,12 @@ async def _card(run: PageRun) -> dict[str, Any]:
 async def live(request: Request) -> Response:
     """Show what `watch` sees now; one look for all who ask at a time."""
     site = site_of(request)
-    run = site.run(request)
-    seen = await run.look()
-    return site.rendering.page("parts/live.html", _live(run, seen))
+    run = site.find_run(request)
+    seen = await run.watch_run()
+    return site.rendering.page("parts/live.html", _build_live_values(run, seen))
 
 
-def _live(run: PageRun, seen: LastAnswer) -> dict[str, Any]:
+def _build_live_values(run: PageRun, seen: LastAnswer) -> dict[str, Any]:
     return {
         "run": run,
         "version": run.version,
@@ -83,14 +83,16 @@ def _live(run: PageRun, seen: LastAnswer) -> dict[str, Any]:
 
 async def of_run(run: PageRun, tab: str) -> dict[str, Any]:
     """Return what each page of a run needs: its name, its tab, and what `watch` sees."""
-    return {**_live(run, await run.look()), "tab": tab}
+    return {**_build_live_values(run, await run.watch_run()), "tab": tab}
 
 
 async def overview(request: Request) -> Response:
     """Show a run for ten seconds: its health, its head, its newest checkpoints."""
     site = site_of(request)
-    run = site.run(request)
-    common, seen, coming = await gather(of_run(run, "overview"), run.listed(), _forecast(run))
+    run = site.find_run(request)
+    common, seen, coming = await gather(
+        of_run(run, "overview"), run.list_checkpoints(), _forecast(run)
+    )
     listed: Ls | None = seen.answer.document if seen.answer is not None else None
     found = findings(listed, common["watched"])
     head = None if listed is None else await head_of(run, listed)
@@ -99,7 +101,7 @@ async def overview(request: Request) -> Response:
         "findings": found,
         "is_wrong": is_wrong(found),
         "head": head,
-        "rows": _rows(seen.answer)[:_NEWEST] if seen.answer is not None else [],
+        "rows": _pair_rows(seen.answer)[:_NEWEST] if seen.answer is not None else [],
         "metrics": [] if listed is None else metric_names(listed),
         "forecast": None if coming.answer is None else coming.answer.document,
         "forecast_error": told(coming.error),
@@ -110,9 +112,9 @@ async def overview(request: Request) -> Response:
 async def newest(request: Request) -> Response:
     """Show the newest checkpoints, and whatever is odd in the root."""
     site = site_of(request)
-    run = site.run(request)
-    seen = await run.listed()
-    rows = _rows(seen.answer)[:_NEWEST] if seen.answer is not None else []
+    run = site.find_run(request)
+    seen = await run.list_checkpoints()
+    rows = _pair_rows(seen.answer)[:_NEWEST] if seen.answer is not None else []
     return site.rendering.page("parts/newest.html", {**given(seen), "rows": rows, "run": run})
 
 
@@ -128,7 +130,7 @@ async def head_of(run: PageRun, listed: Ls) -> Listed | None:
 
 
 async def _plan(run: PageRun, *, patience_s: float = PATIENCE_S) -> LastAnswer:
-    return await run.known(
+    return await run.get_answer(
         "resume-plan", lambda: plan_of(run.root, verify=False), patience_s=patience_s
     )
 
@@ -138,7 +140,7 @@ def metric_names(listed: Ls) -> list[str]:
     return sorted({name for one in listed.checkpoints for name in one.metrics})
 
 
-def _rows(answer: Answer) -> list[tuple[Listed, tuple[str, ...]]]:
+def _pair_rows(answer: Answer) -> list[tuple[Listed, tuple[str, ...]]]:
     """Pair each checkpoint of `ls` with the row of texts that the command prints."""
     document = answer.document
     assert isinstance(document, Ls)
@@ -150,14 +152,14 @@ def _rows(answer: Answer) -> list[tuple[Listed, tuple[str, ...]]]:
 async def checkpoints(request: Request) -> Response:
     """List the checkpoints, those whose row has all the given words."""
     site = site_of(request)
-    run = site.run(request)
-    common, seen = await gather(of_run(run, "checkpoints"), run.listed())
+    run = site.find_run(request)
+    common, seen = await gather(of_run(run, "checkpoints"), run.list_checkpoints())
     words = request.query_params.get("q", "")[:200].lower().split()
-    rows = _rows(seen.answer) if seen.answer is not None else []
+    rows = _pair_rows(seen.answer) if seen.answer is not None else []
     found = [row for row in rows if all(word in _words_of(row) for word in words)]
     values = {
         **given(seen),
-        **cut(found, page_number(request)),
+        **select_page(found, page_number(request)),
         "num_all": len(rows),
         "q": " ".join(words),
     }
@@ -172,8 +174,8 @@ def _words_of(row: tuple[Listed, tuple[str, ...]]) -> str:
 async def lineage(request: Request) -> Response:
     """Show the lives of the run, what was left behind, and what became of each save."""
     site = site_of(request)
-    run = site.run(request)
-    common, seen = await gather(of_run(run, "lineage"), run.known("log", _log(run)))
+    run = site.find_run(request)
+    common, seen = await gather(of_run(run, "lineage"), run.get_answer("log", _log(run)))
     log: Log | None = seen.answer.document if seen.answer is not None else None
     lives = [] if log is None else log.lives
     saves = [(life, save) for life in reversed(lives) for save in reversed(life.saves)]
@@ -182,7 +184,7 @@ async def lineage(request: Request) -> Response:
     chosen = [pair for pair in saves if state not in states or pair[1].state == state]
     values = {
         **given(seen),
-        **cut(chosen, page_number(request)),
+        **select_page(chosen, page_number(request)),
         "picture": picture(lives),
         "endings": ENDINGS,
         "states": states,
@@ -196,7 +198,7 @@ def _log(run: PageRun) -> Any:
 
 
 async def _forecast(run: PageRun, keep: str = "") -> LastAnswer:
-    return await run.known(
+    return await run.get_answer(
         f"forecast {keep}", lambda: forecast_deletions(run.root, keep=keep or None)
     )
 
@@ -204,41 +206,41 @@ async def _forecast(run: PageRun, keep: str = "") -> LastAnswer:
 async def retention(request: Request) -> Response:
     """Show what retention deletes at the coming saves, and why."""
     site = site_of(request)
-    run = site.run(request)
+    run = site.find_run(request)
     keep = request.query_params.get("keep", "")[:500]
     common, seen = await gather(of_run(run, "retention"), _forecast(run, keep))
     document: Forecast | None = seen.answer.document if seen.answer is not None else None
     rows = [] if document is None else document.kept
-    values = {**given(seen), **cut(rows, page_number(request)), "keep": keep}
+    values = {**given(seen), **select_page(rows, page_number(request)), "keep": keep}
     return site.page(request, "retention.html", {**common, **values})
 
 
 async def resume(request: Request) -> Response:
     """Show what a resume would take, and what it would pass over and why."""
     site = site_of(request)
-    run = site.run(request)
+    run = site.find_run(request)
     common, seen = await gather(
         of_run(run, "resume"),
         _plan(run),
     )
     rows = [] if seen.answer is None else seen.answer.document.candidates
-    values = {**given(seen), **cut(rows, page_number(request))}
+    values = {**given(seen), **select_page(rows, page_number(request))}
     return site.page(request, "resume.html", {**common, **values})
 
 
 async def costs(request: Request) -> Response:
     """Show what saves took: stall, write, and how far uploads are."""
     site = site_of(request)
-    run = site.run(request)
+    run = site.find_run(request)
     common, seen, uploads = await gather(
         of_run(run, "costs"),
-        run.known("log", _log(run)),
-        run.known("uploads", lambda: show_uploads(run.root)),
+        run.get_answer("log", _log(run)),
+        run.get_answer("uploads", lambda: show_uploads(run.root)),
     )
     watched = common["watched"]
     values = {
         **given(seen, uploads),
-        **cut(_costly(seen)[::-1], page_number(request)),
+        **select_page(_costly(seen)[::-1], page_number(request)),
         "uploads": None if uploads.answer is None else uploads.answer.document,
         "uploads_error": told(uploads.error) if watched and watched.uploads else None,
     }
@@ -257,8 +259,8 @@ _COSTS = (("stall", "stall_s"), ("write", "write_s"), ("upload", "upload_s"))
 
 async def costs_data(request: Request) -> Response:
     """Return what saves took by step, for the picture."""
-    run = site_of(request).run(request)
-    seen = await run.known("log", _log(run))
+    run = site_of(request).find_run(request)
+    seen = await run.get_answer("log", _log(run))
     saves = _costly(seen)
     series = [
         {"name": name, "points": [[save.step, getattr(save.cost, field)] for save in saves]}
@@ -271,18 +273,20 @@ async def costs_data(request: Request) -> Response:
 async def plot_data(request: Request) -> Response:
     """Return the answer of `plot` for the picture, with the checkpoints at their steps."""
     site = site_of(request)
-    run = site.run(request)
-    listed = await run.listed()
+    run = site.find_run(request)
+    listed = await run.list_checkpoints()
     document: Ls | None = listed.answer.document if listed.answer is not None else None
     metric = request.query_params.get("metric", "")
     if metric and (document is None or metric not in metric_names(document)):
         raise HTTPException(404, "No checkpoint has such a metric.")
-    seen = await run.known(
+    seen = await run.get_answer(
         f"plot {metric}",
         lambda: plot_root(run.root, output=None, metrics=[metric] if metric else (), log=None),
     )
     plot: Plot | None = seen.answer.document if seen.answer is not None else None
-    marks = [] if document is None else [_mark(site, run, one) for one in document.checkpoints]
+    marks = (
+        [] if document is None else [_encode_mark(site, run, one) for one in document.checkpoints]
+    )
     found = {
         "plot": None if plot is None else _drawable(plot),
         "checkpoints": marks,
@@ -314,7 +318,7 @@ def thinned(points: Sequence[list[float]], most: int) -> list[list[float]]:
     return found
 
 
-def _mark(site: Site, run: PageRun, listed: Listed) -> dict[str, Any]:
+def _encode_mark(site: Site, run: PageRun, listed: Listed) -> dict[str, Any]:
     return {
         "step": listed.step,
         "href": site.rendering.url("r", run.name, "c", listed.folder),
@@ -326,9 +330,11 @@ def _mark(site: Site, run: PageRun, listed: Listed) -> dict[str, Any]:
 async def plot_table(request: Request) -> Response:
     """Show the numbers behind the time line."""
     site = site_of(request)
-    run = site.run(request)
+    run = site.find_run(request)
     common = await of_run(run, "overview")
-    seen = await run.known("plot ", lambda: plot_root(run.root, output=None, metrics=(), log=None))
+    seen = await run.get_answer(
+        "plot ", lambda: plot_root(run.root, output=None, metrics=(), log=None)
+    )
     plot: Plot | None = seen.answer.document if seen.answer is not None else None
     names = [] if plot is None else [series.name for series in plot.series]
     by_step: dict[float, dict[str, float]] = {}
@@ -340,7 +346,7 @@ async def plot_table(request: Request) -> Response:
         (int(step), step in saved, [by_step[step].get(name) for name in names])
         for step in sorted(by_step, reverse=True)
     ]
-    values = {**given(seen), **cut(rows, page_number(request)), "names": names}
+    values = {**given(seen), **select_page(rows, page_number(request)), "names": names}
     return site.page(request, "numbers.html", {**common, **values})
 
 

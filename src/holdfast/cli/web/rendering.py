@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.responses import HTMLResponse, Response
 
-from holdfast.cli.output import number, printable, size
+from holdfast.cli.output import format_nbytes, number, printable
 from holdfast.cli.watch import age
 from holdfast.cli.web.guard import Access
 
@@ -62,14 +62,14 @@ class Rendering:
             auto_reload=False,
             trim_blocks=True,
             lstrip_blocks=True,
-            finalize=_shown,
+            finalize=_escape_text,
         )
         self._environment.filters |= {
-            "size": size,
+            "size": format_nbytes,
             "number": lambda value: "–" if value is None else number(value),
             "when": lambda text: (text or "?")[:19].replace("T", " "),
             "age": lambda seconds: "?" if seconds is None else age(seconds),
-            "seconds": lambda value: "–" if value is None else _seconds(value),
+            "seconds": lambda value: "–" if value is None else _format_seconds(value),
         }
         self._environment.globals |= {
             **shared,
@@ -90,7 +90,7 @@ class Rendering:
         return HTMLResponse(text, status_code=status)
 
 
-def _shown(value: Any) -> Any:
+def _escape_text(value: Any) -> Any:
     """Escape control characters of text, and cut what is huge; leave markup of templates."""
     if type(value) is not str:
         return value
@@ -98,6 +98,6 @@ def _shown(value: Any) -> Any:
     return printable(value) if rest <= 0 else f"{printable(value[:MAX_TEXT])}… ({rest:,} more)"
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     """Format a duration, of short ones the milliseconds."""
     return f"{value:.2f} s" if value >= 0.1 else f"{1000 * value:.1f} ms"

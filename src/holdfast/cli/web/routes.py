@@ -16,7 +16,7 @@ from holdfast.cli.web import checkpoints, pages
 from holdfast.cli.web.guard import Access, Guard
 from holdfast.cli.web.jobs import Jobs
 from holdfast.cli.web.rendering import Rendering, Static
-from holdfast.cli.web.runs import named
+from holdfast.cli.web.runs import make_runs
 from holdfast.cli.web.site import Site
 from holdfast.errors import HoldfastError
 
@@ -24,16 +24,16 @@ from holdfast.errors import HoldfastError
 def make_app(roots: Sequence[str], access: Access) -> ASGIApp:
     """Make the application of some roots, with the guard in front of it."""
     static = Static()
-    site = Site(runs=named(roots), jobs=Jobs(), rendering=Rendering(access, static))
+    site = Site(runs=make_runs(roots), jobs=Jobs(), rendering=Rendering(access, static))
 
     @asynccontextmanager
     async def life(app: Starlette) -> AsyncIterator[None]:
         for run in site.runs.values():
-            await run.listed(patience_s=0)  # so that the first page finds it
+            await run.list_checkpoints(patience_s=0)  # so that the first page finds it
         yield
-        site.jobs.end()
+        site.jobs.stop_all()
         for run in site.runs.values():
-            run.close()
+            run.stop_new_reads()
 
     async def file(request: Request) -> Response:
         found = static.response(request.path_params["name"])

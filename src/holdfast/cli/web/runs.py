@@ -95,14 +95,16 @@ class PageRun:
         """Shortest time between two looks, but for roots that take long to look at."""
         return REMOTE_LOOK_S if "://" in self.root else LOCAL_LOOK_S
 
-    async def look(self, *, patience_s: float = PATIENCE_S) -> LastAnswer:
+    async def watch_run(self, *, patience_s: float = PATIENCE_S) -> LastAnswer:
         """Look at the run now, or return what was seen a moment ago."""
         last = self._kept.get("watch", LastAnswer(at_s=-1e9))
         if time.monotonic() - last.at_s < max(self.look_s, last.rest_s):
             return last
-        return await self._read("watch", self._look, self._kept, _MAX_KEPT, patience_s)
+        return await self._read_in_thread(
+            "watch", self._observe_in_thread, self._kept, _MAX_KEPT, patience_s
+        )
 
-    async def known(
+    async def get_answer(
         self,
         key: str,
         read: Callable[[], Answer],
@@ -122,16 +124,16 @@ class PageRun:
             held_s = last.rest_s - age_s
             if held_s > 0:
                 return replace(last, retry_s=held_s)
-        return await self._read(key, read, kept, most, patience_s)
+        return await self._read_in_thread(key, read, kept, most, patience_s)
 
-    async def listed(self, *, patience_s: float = PATIENCE_S) -> LastAnswer:
+    async def list_checkpoints(self, *, patience_s: float = PATIENCE_S) -> LastAnswer:
         """Return the answer of `ls`."""
-        return await self.known("ls", lambda: list_root(self.root), patience_s=patience_s)
+        return await self.get_answer("ls", lambda: list_root(self.root), patience_s=patience_s)
 
-    def close(self) -> None:
+    def stop_new_reads(self) -> None:
         """Begin nothing more; what is being read ends by itself."""
-        self._readers.close()
-        self.workers.close()
+        self._readers.close_pool()
+        self.workers.close_pool()
 
     def in_context(self) -> Context:
         """Return a context with the keys and times of the command line, without progress bars."""
@@ -139,7 +141,7 @@ class PageRun:
         context.run(PROGRESS.set, _no_progress)
         return context
 
-    async def _read(
+    async def _read_in_thread(
         self,
         key: str,
         read: Callable[[], Any],
@@ -149,7 +151,7 @@ class PageRun:
     ) -> LastAnswer:
         """Read in a thread, once for all who ask; return the last one if it takes long."""
         if key not in self._tasks:
-            reading = asyncio.ensure_future(self._keep(key, read, kept, most))
+            reading = asyncio.ensure_future(self._read_and_cache(key, read, kept, most))
             self._tasks[key] = time.monotonic(), reading
             reading.add_done_callback(lambda _: self._tasks.pop(key, None))
         began_s, task = self._tasks[key]
@@ -159,7 +161,7 @@ class PageRun:
         retry_s = max(RETRY_S, RETRY_SHARE * (time.monotonic() - began_s))
         return replace(kept.get(key, LastAnswer()), is_pending=True, retry_s=retry_s)
 
-    async def _keep(
+    async def _read_and_cache(
         self, key: str, read: Callable[[], Any], kept: OrderedDict[str, LastAnswer], most: int
     ) -> LastAnswer:
         reading = partial(self.in_context().run, _seen, read, self.version)
@@ -172,12 +174,12 @@ class PageRun:
             kept.popitem(last=False)
         return seen
 
-    def _look(self) -> WatchedRun:
-        """Look at the root, in a thread; one at a time, as `_read` sees to."""
+    def _observe_in_thread(self) -> WatchedRun:
+        """Look at the root, in a thread; one at a time, as `_read_in_thread` sees to."""
         if self._watcher is None:
             self._watcher = Watcher(open_root(self.root))
-        found = self._watcher.look()
-        if self._watched is not None and _changed(self._watched, found):
+        found = self._watcher.observe_root()
+        if self._watched is not None and _has_changed(self._watched, found):
             self.version += 1
         self._watched = found
         return found
@@ -194,7 +196,7 @@ def _seen(read: Callable[[], Any], version: int) -> LastAnswer:
     return LastAnswer(answer=answer, error=error, version=version, at_s=at_s, took_s=took_s)
 
 
-def _changed(one: WatchedRun, other: WatchedRun) -> bool:
+def _has_changed(one: WatchedRun, other: WatchedRun) -> bool:
     """Whether checkpoints, their uploads or the owner differ; bytes of a save under way do not."""
     return any(
         getattr(one, name) != getattr(other, name)
@@ -206,7 +208,7 @@ def _no_progress(what: str, done_nbytes: int, total_nbytes: int) -> None:
     """Do nothing: the page shows the progress of background work only."""
 
 
-def named(roots: Sequence[str]) -> Mapping[str, PageRun]:
+def make_runs(roots: Sequence[str]) -> Mapping[str, PageRun]:
     """Make the runs of some roots, by the names of their pages."""
     names = names_of(roots)
     num_readers = max(1, min(NUM_READERS, MAX_READERS // max(len(names), 1)))

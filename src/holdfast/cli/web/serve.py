@@ -15,7 +15,7 @@ from typing import Any
 import click
 import msgspec
 
-from holdfast.cli.output import Code, give_line, printable, say
+from holdfast.cli.output import Code, give_line, printable, write_message
 from holdfast.cli.target import open_root
 from holdfast.errors import TransientStoreError, UsageError
 from holdfast.threads.workers import Workers
@@ -112,11 +112,11 @@ def serve(
                 for name, root in names.items()
             ),
         )
-        _tell(answer, as_json=as_json)
+        _print_addresses(answer, as_json=as_json)
         browsers = Workers(1, "holdfast-browser")
         if is_opening:  # a browser of the terminal ends only when its user ends it
-            browsers.submit(lambda: _open(answer.url))
-        browsers.close()
+            browsers.submit(lambda: _open_browser(answer.url))
+        browsers.close_pool()
         uvicorn.Server(uvicorn.Config(app, **SERVER)).run(sockets=[listener])
     return Code.OK
 
@@ -129,7 +129,7 @@ def _unreachable(roots: Sequence[str]) -> Mapping[str, str]:
     """
     openers = Workers(min(len(roots), _MAX_OPENING), "holdfast-open")
     opening = {openers.submit(partial(copy_context().run, open_root, root)): root for root in roots}
-    openers.close()
+    openers.close_pool()
     found: dict[str, str] = {}
     for opened in as_completed(opening):
         try:
@@ -141,7 +141,7 @@ def _unreachable(roots: Sequence[str]) -> Mapping[str, str]:
     return found
 
 
-def _open(url: str) -> None:
+def _open_browser(url: str) -> None:
     if not webbrowser.open(url):
         click.echo("no browser could be started; open the URL yourself", err=True)
 
@@ -165,10 +165,10 @@ def listening(port: int | None) -> socket.socket:
     raise UsageError("no port is free on 127.0.0.1")
 
 
-def _tell(answer: ServeAnswer, *, as_json: bool) -> None:
+def _print_addresses(answer: ServeAnswer, *, as_json: bool) -> None:
     for run in answer.runs:
         if run.error is not None:
-            say(f"{run.root} cannot be reached now, and is tried again: {run.error}")
+            write_message(f"{run.root} cannot be reached now, and is tried again: {run.error}")
     if as_json:
         give_line(answer)
         return

@@ -32,16 +32,16 @@ class Site:
     jobs: Jobs
     rendering: Rendering
 
-    def run(self, request: Request) -> PageRun:
+    def find_run(self, request: Request) -> PageRun:
         """Look up the run that a URL names."""
         run = self.runs.get(request.path_params["run"])
         if run is None:
             raise HTTPException(404, "There is no such run.")
         return run
 
-    async def listed(self, run: PageRun) -> Ls:
+    async def wait_for_list(self, run: PageRun) -> Ls:
         """Return the list of a run's checkpoints, waiting for it."""
-        seen = await run.listed(patience_s=WHOLE_S)
+        seen = await run.list_checkpoints(patience_s=WHOLE_S)
         if seen.answer is None:
             raise HTTPException(503, str(seen.error or "The root is still being read."))
         found: Ls = seen.answer.document
@@ -49,7 +49,7 @@ class Site:
 
     async def checkpoint(self, request: Request, run: PageRun) -> Listed:
         """Look up the checkpoint that a URL names, in what was listed."""
-        return named(await self.listed(run), request.path_params["folder"])
+        return find_checkpoint(await self.wait_for_list(run), request.path_params["folder"])
 
     def page(
         self, request: Request, template: str, values: Mapping[str, Any], *, status: int = 200
@@ -67,7 +67,9 @@ class Site:
         name = f"parts/{template}" if is_part else template
         return self.rendering.page(name, {**common, **values}, status=status)
 
-    def begin(self, run: PageRun, work: Callable[[], Answer], *, kind: str, title: str) -> Response:
+    def start_work(
+        self, run: PageRun, work: Callable[[], Answer], *, kind: str, title: str
+    ) -> Response:
         """Begin work in the background, and go to its page."""
         context: Context = run.in_context()
         job: Job = self.jobs.start(
@@ -81,7 +83,7 @@ class Site:
         return RedirectResponse(self.rendering.url("jobs", str(job.number)), status_code=303)
 
 
-def named(listed: Ls, folder: str) -> Listed:
+def find_checkpoint(listed: Ls, folder: str) -> Listed:
     """Find a checkpoint by its folder."""
     found = next((one for one in listed.checkpoints if one.folder == folder), None)
     if found is None:
@@ -116,7 +118,7 @@ def page_number(request: Request) -> int:
     return int(text) if text.isascii() and text.isdigit() and 0 < len(text) < 7 else 1
 
 
-def cut(rows: list[Any], number: int) -> dict[str, Any]:
+def select_page(rows: list[Any], number: int) -> dict[str, Any]:
     """Return the rows of one page of a table, and how many there are."""
     last = max(1, -(-len(rows) // PAGE_ROWS))
     number = min(number, last)

@@ -18,7 +18,7 @@ from holdfast.interop.comparing.pairs import (
     SmallPair,
     TensorDifference,
     compared,
-    described,
+    describe_spec,
     have_as_many,
     is_small,
 )
@@ -28,7 +28,7 @@ from holdfast.interop.comparing.trees import (
     ValueDifference,
     differences,
 )
-from holdfast.interop.reading import TensorPiece, pieces, read_whole
+from holdfast.interop.reading import TensorPiece, read_pieces, read_whole
 from holdfast.interop.source import BlockDigests, Source, SourceComponent, lost_tensors
 from holdfast.state.patterns import Entries
 
@@ -69,7 +69,7 @@ class SourceDifference(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(one for one in self.tensors if not one.is_within(limit))
 
 
-def compare(
+def compare_sources(
     a: Source,
     b: Source,
     components: Collection[str] = (),
@@ -84,16 +84,18 @@ def compare(
     """
     ignored = _Ignored(ignore)
     gathered = _Gathered()
-    wanted = [*_components(a, b, components)]
+    wanted = [*_pair_components(a, b, components)]
     for name, part_a, part_b in wanted:
         if not ignored(name):
-            gathered.add(name, _names(a, b, name), part_a, part_b, ignored)
+            gathered.compare_component(
+                name, _find_counterparts(a, b, name), part_a, part_b, ignored
+            )
     not_compared = [*_not_compared("a", a, components, ignored)]
     not_compared += _not_compared("b", b, components, ignored)
     ignored.expect_used(wanted)
     if ignore and not (ignored.leaves_something or gathered.pairs or gathered.values):
         raise UsageError("--ignore: leaves nothing to compare")
-    read, num_equal, num_unread = _tensors(a, b, gathered.pairs, progress)
+    read, num_equal, num_unread = _compare_tensors(a, b, gathered.pairs, progress)
     of_path, generators = gathered.generators, gathered.differing
     generators |= {at: of_path[one.tensor] for one in read if (at := one.tensor) in of_path}
     return SourceDifference(
@@ -172,7 +174,7 @@ class _Gathered:
     differing: dict[str, GeneratorDifference] = field(default_factory=dict)
     """Generators that are known to differ, by a path inside."""
 
-    def add(
+    def compare_component(
         self,
         name: str,
         names: tuple[str, str],
@@ -214,7 +216,7 @@ class _Gathered:
             self.alone.append(_alone(pair, part_a, part_b))
 
 
-def _components(
+def _pair_components(
     a: Source, b: Source, wanted: Collection[str]
 ) -> Iterator[tuple[str, SourceComponent | None, SourceComponent | None]]:
     names = [*dict.fromkeys([*a.parts, *b.parts])]
@@ -226,11 +228,11 @@ def _components(
     if not wanted and len(a.parts) == len(b.parts) == 1:
         names = names[:1]
     for name in wanted or names:
-        name_a, name_b = _names(a, b, name)
+        name_a, name_b = _find_counterparts(a, b, name)
         yield name, a.parts.get(name_a), b.parts.get(name_b)
 
 
-def _names(a: Source, b: Source, name: str) -> tuple[str, str]:
+def _find_counterparts(a: Source, b: Source, name: str) -> tuple[str, str]:
     """Return the name of a component in both; single components are each other's counterpart."""
     if name not in b.parts and len(a.parts) == len(b.parts) == 1:
         return name, next(iter(b.parts))
@@ -242,14 +244,14 @@ def _alone(
 ) -> TensorDifference:
     if pair.a:
         assert part_a is not None
-        text = described(part_a.specs[pair.a])
+        text = describe_spec(part_a.specs[pair.a])
         return TensorDifference(tensor=pair.path, what="only in a", a=text, b=None)
     assert part_b is not None
-    text = described(part_b.specs[pair.b])
+    text = describe_spec(part_b.specs[pair.b])
     return TensorDifference(tensor=pair.path, what="only in b", a=None, b=text)
 
 
-def _tensors(
+def _compare_tensors(
     a: Source, b: Source, pairs: Mapping[tuple[_Key, _Key], list[str]], progress: Progress | None
 ) -> tuple[list[TensorDifference], int, int]:
     found: list[TensorDifference] = []
@@ -258,7 +260,7 @@ def _tensors(
     for (one, other), paths in pairs.items():
         spec_a, spec_b = _spec(a, one), _spec(b, other)
         if spec_a.shape != spec_b.shape or not have_as_many(spec_a, spec_b):
-            a_text, b_text = described(spec_a), described(spec_b)
+            a_text, b_text = describe_spec(spec_a), describe_spec(spec_b)
             found += [
                 TensorDifference(tensor=path, what="shape", a=a_text, b=b_text) for path in paths
             ]
@@ -319,8 +321,8 @@ def read_pairs(
     total = sum(_spec(a, one).nbytes for one, _ in pairs)
     done = 0
     streams = (
-        _Stream(pieces(a, [one for one, _ in pairs])),
-        _Stream(pieces(b, [other for _, other in pairs])),
+        _Stream(read_pieces(a, [one for one, _ in pairs])),
+        _Stream(read_pieces(b, [other for _, other in pairs])),
     )
     try:
         for specs, group in _groups(a, b, pairs):
@@ -331,7 +333,7 @@ def read_pairs(
                 progress("compared", done, total)
     finally:
         for stream in streams:
-            stream.close()
+            stream.close_pieces()
 
 
 _Specs = tuple[TensorSpec, TensorSpec]
@@ -364,7 +366,7 @@ def _tallies(streams: tuple[_Stream, _Stream], specs: Sequence[_Specs]) -> list[
     if len(specs) == 1:
         return [_tally(streams, *specs[0])]
     a, b = streams
-    return compared([SmallPair(*pair, a.whole(), b.whole()) for pair in specs])
+    return compared([SmallPair(*pair, a.copy_tensor(), b.copy_tensor()) for pair in specs])
 
 
 def _tally(streams: tuple[_Stream, _Stream], a: TensorSpec, b: TensorSpec) -> PairTally:
@@ -374,11 +376,14 @@ def _tally(streams: tuple[_Stream, _Stream], a: TensorSpec, b: TensorSpec) -> Pa
         count = min(
             memory.nbytes // size for memory, size in zip(memories, tally.sizes, strict=True)
         )
-        tally.add(
-            *(stream.take(count * size) for stream, size in zip(streams, tally.sizes, strict=True))
+        tally.add_numbers(
+            *(
+                stream.read_bytes(count * size)
+                for stream, size in zip(streams, tally.sizes, strict=True)
+            )
         )
     for stream in streams:
-        stream.end()
+        stream.skip_empty_piece()
     return tally
 
 
@@ -396,20 +401,20 @@ class _Stream:
         assert self._rest.nbytes >= size
         return self._rest
 
-    def take(self, nbytes: int) -> memoryview:
+    def read_bytes(self, nbytes: int) -> memoryview:
         assert self._rest is not None
         taken, self._rest = self._rest[:nbytes], self._rest[nbytes:]
         return taken
 
-    def whole(self) -> bytes:
+    def copy_tensor(self) -> bytes:
         """Return a copy of the next tensor, which is small."""
         return next(self._pieces).memory.tobytes()
 
-    def end(self) -> None:
+    def skip_empty_piece(self) -> None:
         """Skip the piece of a tensor without elements."""
         if self._rest is None:
             next(self._pieces)
         self._rest = None
 
-    def close(self) -> None:
+    def close_pieces(self) -> None:
         self._pieces.close()

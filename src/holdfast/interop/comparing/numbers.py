@@ -118,19 +118,19 @@ def floats(raw: Any, dtype: str) -> Any:
         pairs = np.empty((len(raw), 2), np.uint8)
         pairs[:, 0], pairs[:, 1] = raw & 15, raw >> 4
         return _FLOAT4_VALUES.take(pairs.reshape(-1))
-    return _table(dtype).take(raw)
+    return _compute_code_values(dtype).take(raw)
 
 
 @cache
-def _table(dtype: str) -> Any:
+def _compute_code_values(dtype: str) -> Any:
     """Return the value of each of the 256 codes of an 8-bit type."""
     if dtype == "F8_E8M0":
         return np.array([2.0 ** (code - 127) for code in range(255)] + [math.nan], np.float32)
     form = _MINIFLOATS[dtype]
-    return np.array([_value(code, form) for code in range(256)], np.float32)
+    return np.array([_decode_float(code, form) for code in range(256)], np.float32)
 
 
-def _value(code: int, form: _Minifloat) -> float:
+def _decode_float(code: int, form: _Minifloat) -> float:
     if code in form.nan:
         return math.nan
     sign, rest = -1.0 if code & 0x80 else 1.0, code & 0x7F

@@ -68,7 +68,7 @@ class TensorDifference(msgspec.Struct, frozen=True, kw_only=True):
         return is_measured and (self.max_abs or 0.0) <= limit
 
 
-def described(spec: TensorSpec) -> str:
+def describe_spec(spec: TensorSpec) -> str:
     """Return a tensor's dtype and shape as text, such as "F32 768×768"."""
     return f"{spec.dtype} {'×'.join(map(str, spec.shape)) or 'scalar'}"
 
@@ -99,7 +99,7 @@ class PairTally:
         self._squares = [0.0, 0.0, 0.0]
         """Of a, of b, and of the difference."""
 
-    def add(self, a: memoryview, b: memoryview) -> None:
+    def add_numbers(self, a: memoryview, b: memoryview) -> None:
         """Add the next numbers of both tensors, equally many of each."""
         raw_a, raw_b = np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
         num = len(raw_a) // self.sizes[0]
@@ -110,7 +110,7 @@ class PairTally:
             return  # nothing more is asked of equal tensors
         for start in range(0, num, CHUNK):
             stop = min(start + CHUNK, num)
-            self._add(
+            self._tally_numbers(
                 raw_a[start * self.sizes[0] : stop * self.sizes[0]],
                 raw_b[start * self.sizes[1] : stop * self.sizes[1]],
             )
@@ -133,8 +133,8 @@ class PairTally:
         return TensorDifference(
             tensor=path,
             what="values" if self._is_one_dtype else "dtype",
-            a=described(a),
-            b=described(b),
+            a=describe_spec(a),
+            b=describe_spec(b),
             count=self._count,
             different=self._different,
             max_abs=self._max if self._num_finite else None,
@@ -145,7 +145,7 @@ class PairTally:
             unmatched=self._unmatched,
         )
 
-    def _add(self, raw_a: Any, raw_b: Any) -> None:
+    def _tally_numbers(self, raw_a: Any, raw_b: Any) -> None:
         a, b = (
             floats(raw, spec.dtype).astype(np.float64, copy=False)
             for raw, spec in zip((raw_a, raw_b), self._specs, strict=True)
@@ -230,7 +230,7 @@ def compared(pairs: Sequence[SmallPair]) -> list[PairTally]:
         if num_other and all(map(math.isfinite, squares)):
             tally.set_finite(num_other, squares, largest)
         else:
-            tally.add(memoryview(pair.bytes_a), memoryview(pair.bytes_b))
+            tally.add_numbers(memoryview(pair.bytes_a), memoryview(pair.bytes_b))
     return tallies
 
 

@@ -45,7 +45,7 @@ class Rows:
         self._filled = end % self._length
         self._is_alive = self._filled > 0
 
-    def add(self, is_nonzero: Any) -> None:
+    def add_numbers(self, is_nonzero: Any) -> None:
         """Add numbers, given as which of them are not zero."""
         if self.num_dead is None or not self._length:
             return

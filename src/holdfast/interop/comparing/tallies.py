@@ -67,7 +67,7 @@ class TensorTally:
         """Whether the last byte of the tensor was added."""
         return self.stop >= self.spec.nbytes
 
-    def add(self, memory: memoryview) -> None:
+    def add_bytes(self, memory: memoryview) -> None:
         """Add the bytes that follow those added before."""
         self.stop += memory.nbytes
         nbytes, dtype = number_nbytes(self.spec.dtype), self.spec.dtype
@@ -75,7 +75,7 @@ class TensorTally:
             self._add_codes(memory)
             return
         for numbers in chunks(memory, dtype):
-            self._add(numbers)
+            self._tally_numbers(numbers)
 
     def merged(self, later: TensorTally) -> TensorTally:
         """Add the run that follows this one; return this tally, which begins with the tensor."""
@@ -96,7 +96,7 @@ class TensorTally:
     def _add_exponent(self, exponent: int, count: int) -> None:
         self.exponents[exponent] = self.exponents.get(exponent, 0) + count
 
-    def _add(self, numbers: Any) -> None:
+    def _tally_numbers(self, numbers: Any) -> None:
         bias = _exponent_bits(numbers)[1]
         counts = _exponents(numbers)
         found = np.flatnonzero(counts[1:-1]) + 1
@@ -108,7 +108,7 @@ class TensorTally:
             num_zeros = len(numbers) - int(np.count_nonzero(is_nonzero))
         self.zeros += num_zeros
         if num_zeros:
-            self.rows.add(is_nonzero)
+            self.rows.add_numbers(is_nonzero)
         else:
             self.rows.add_nonzero(len(numbers))
         if counts[0] > num_zeros:
@@ -150,7 +150,7 @@ class TensorTally:
         num_zeros = int(counts[known.is_zero].sum())
         if num_zeros and self.rows.are_counted:
             for start in range(0, len(codes), _NUM_CODES):
-                self.rows.add(~known.is_zero.take(codes[start : start + _NUM_CODES]))
+                self.rows.add_numbers(~known.is_zero.take(codes[start : start + _NUM_CODES]))
         else:
             self.rows.add_nonzero(len(codes))
         self.zeros += num_zeros
@@ -285,7 +285,7 @@ def _dtype_if_small(piece: TensorPiece, spec: TensorSpec) -> str | None:
 
 def _one(piece: TensorPiece, spec: TensorSpec) -> TensorTally:
     tally = TensorTally(spec, piece.start)
-    tally.add(piece.memory)
+    tally.add_bytes(piece.memory)
     return tally
 
 
@@ -342,7 +342,7 @@ def _group(pieces: Sequence[_Piece], dtype: str) -> list[TensorTally]:
             tally.sum, tally.squares, tally.min, tally.max = figures
             tally.exponents = dict(zip(exponents[at:stop], of_each[at:stop], strict=True))
         else:
-            tally.add(piece.memory)
+            tally.add_bytes(piece.memory)
         found.append(tally)
         at = stop
     return found

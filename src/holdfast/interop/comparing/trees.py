@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from holdfast.format.nodes import ArrayRef, EnumValue, GeneratorState, TensorRef
-from holdfast.format.objects import join
+from holdfast.format.objects import join_path
 
 SHOWN_LENGTH = 60
 """Most characters of a value in a report."""
@@ -67,14 +67,14 @@ def differences(a: Any, b: Any, path: str, ignores: Callable[[str], bool]) -> It
         yield from _of_mappings(dict(enumerate(a)), dict(enumerate(b)), path, ignores)
     elif isinstance(a, GeneratorState) and isinstance(b, GeneratorState) and a.kind == b.kind:
         yield from _of_generators(a, b, path, ignores)
-    elif not is_same(a, b):
+    elif not is_identical(a, b):
         a, b = _pruned(a, path, ignores), _pruned(b, path, ignores)
-        yield ValueDifference(path=_at(path), a=shown(a), b=shown(b))
+        yield ValueDifference(path=_strip_colon(path), a=format_value(a), b=format_value(b))
         yield from _alone(a, path, is_a=True)
         yield from _alone(b, path, is_a=False)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for a report, shortened; a container of tensors as their count."""
     if _is_leaf(value):
         return "a tensor"
@@ -84,7 +84,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN_LENGTH else f"{text[: SHOWN_LENGTH - 1]}…"
 
 
-def is_same(a: Any, b: Any) -> bool:
+def is_identical(a: Any, b: Any) -> bool:
     """Whether two plain values are the same, in type and in every bit."""
     if type(a) is not type(b):
         return isinstance(a, Mapping) and isinstance(b, Mapping) and not a and not b
@@ -93,7 +93,7 @@ def is_same(a: Any, b: Any) -> bool:
     if isinstance(a, np.generic):
         return bool(a.dtype == b.dtype) and a.tobytes() == b.tobytes()
     if isinstance(a, EnumValue):
-        return a.type == b.type and a.name == b.name and is_same(a.value, b.value)
+        return a.type == b.type and a.name == b.name and is_identical(a.value, b.value)
     if isinstance(a, AbstractSet):
         return sorted(map(repr, a)) == sorted(map(repr, b))
     return bool(a == b)
@@ -107,11 +107,11 @@ def _of_mappings(
         if name in b:
             yield from differences(value, b[name], inner, ignores)
         elif not ignores(inner):
-            yield from _missing(_pruned(value, inner, ignores), inner, is_a=True)
+            yield from _iterate_one_sided(_pruned(value, inner, ignores), inner, is_a=True)
     for name in b:
         inner = _inside(path, name)
         if name not in a and not ignores(inner):
-            yield from _missing(_pruned(b[name], inner, ignores), inner, is_a=False)
+            yield from _iterate_one_sided(_pruned(b[name], inner, ignores), inner, is_a=False)
 
 
 def _pruned(value: Any, path: str, ignores: Callable[[str], bool]) -> Any:
@@ -135,12 +135,14 @@ def _of_generators(
         yield Pair(found.path, found.a, found.b, whole) if isinstance(found, Pair) else whole
 
 
-def _missing(value: Any, path: str, *, is_a: bool) -> Iterator[ValueDifference | Pair]:
+def _iterate_one_sided(value: Any, path: str, *, is_a: bool) -> Iterator[ValueDifference | Pair]:
     """Yield what only one side has: each tensor, and all else as one value."""
     tensors = [*_alone(value, path, is_a=is_a)]
     if not tensors:
-        text = shown(value)
-        yield ValueDifference(path=_at(path), a=text if is_a else None, b=None if is_a else text)
+        text = format_value(value)
+        yield ValueDifference(
+            path=_strip_colon(path), a=text if is_a else None, b=None if is_a else text
+        )
     yield from tensors
 
 
@@ -158,10 +160,10 @@ def _alone(value: Any, path: str, *, is_a: bool) -> Iterator[Pair]:
 
 
 def _inside(path: str, name: object) -> str:
-    return path + str(name) if path.endswith(":") else join(path, name)
+    return path + str(name) if path.endswith(":") else join_path(path, name)
 
 
-def _at(path: str) -> str:
+def _strip_colon(path: str) -> str:
     return path.removesuffix(":")
 
 

@@ -36,7 +36,9 @@ class SourceState:
         """What is in another form than in the source."""
         values = Values(source, self.notes)
         self._items: dict[str, tuple[_Path, Any]] = {}
-        for path, value in _flat({name: values.component(name) for name in source.parts}, ()):
+        for path, value in _flatten_state(
+            {name: values.read_component(name) for name in source.parts}, ()
+        ):
             name = ".".join(map(str, path))
             if name in self._items:
                 raise FormatError(f"{source.url}: DCP would call two of its values {name!r:.200}")
@@ -47,34 +49,34 @@ class SourceState:
         """DCP's metadata of the state."""
         return Metadata(
             state_dict_metadata={
-                name: _described(value) if isinstance(value, PlacedTensor) else _BYTES
+                name: _make_storage_metadata(value) if isinstance(value, PlacedTensor) else _BYTES
                 for name, (_, value) in self._items.items()
             },
             planner_data={name: path for name, (path, _) in self._items.items()},
         )
 
-    def read(self, wanted: Mapping[str, list[Box]]) -> dict[str, list[Tensor]]:
+    def read_boxes(self, wanted: Mapping[str, list[Box]]) -> dict[str, list[Tensor]]:
         """Read whole tensors, by DCP's names."""
-        return {name: [self._read(self._items[name][1])] for name in wanted}
+        return {name: [self._read_placed_tensor(self._items[name][1])] for name in wanted}
 
     def pickled(self, name: str) -> io.BytesIO:
         """Return the pickle of an item that is no tensor."""
         found = io.BytesIO()
-        torch.save(self._whole(self._items[name][1]), found)
+        torch.save(self._with_tensors(self._items[name][1]), found)
         found.seek(0)
         return found
 
-    def _whole(self, value: Any) -> Any:
+    def _with_tensors(self, value: Any) -> Any:
         """Return a value with its tensors, which a tuple may hold."""
         if isinstance(value, PlacedTensor):
-            return self._read(value)
+            return self._read_placed_tensor(value)
         if isinstance(value, Mapping):
-            return {key: self._whole(inner) for key, inner in value.items()}
+            return {key: self._with_tensors(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
-            return type(value)(map(self._whole, value))
+            return type(value)(map(self._with_tensors, value))
         return value
 
-    def _read(self, one: PlacedTensor) -> Tensor:
+    def _read_placed_tensor(self, one: PlacedTensor) -> Tensor:
         dtype, spec = TORCH_DTYPES[one.spec.dtype], one.spec
         found = torch.empty(spec.shape, dtype=dtype)
         if spec.nbytes:
@@ -86,7 +88,7 @@ class SourceState:
 _BYTES = BytesStorageMetadata()
 
 
-def _described(one: PlacedTensor) -> TensorStorageMetadata:
+def _make_storage_metadata(one: PlacedTensor) -> TensorStorageMetadata:
     size = torch.Size(one.spec.shape)
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=TORCH_DTYPES[one.spec.dtype]),
@@ -95,17 +97,17 @@ def _described(one: PlacedTensor) -> TensorStorageMetadata:
     )
 
 
-def _flat(value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
+def _flatten_state(value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
     """Yield the leaves of a state as DCP does since torch 2.4: by name, and an empty dict as none.
 
     Tuples are leaves, and so are lists without tensors and dicts.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _flat(inner, (*path, str(key)))
+            yield from _flatten_state(inner, (*path, str(key)))
     elif isinstance(value, list) and not _is_leaf(value):
         for number, inner in enumerate(value):
-            yield from _flat(inner, (*path, number))
+            yield from _flatten_state(inner, (*path, number))
     else:
         yield path, value
 

@@ -37,14 +37,14 @@ from torch.distributed.checkpoint.planner import (
 )
 from typing_extensions import override
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import FormatError, StoreError, UnsupportedState, UsageError
 from holdfast.interop.dcp.anysource import SourceState
 from holdfast.interop.dcp.reader import HoldfastReader, StoredState, refuse_pickles
 from holdfast.interop.dcp.writer import HoldfastWriter
 from holdfast.interop.source import Source
 from holdfast.keys import Encryption
-from holdfast.results import Checkpoint, describe
+from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.state.geometry import Box
 from holdfast.store.base import Store
 
@@ -54,7 +54,7 @@ AHEAD_NBYTES = 32 << 20
 """Most bytes of tensors that an export reads at a time, unless one tensor has more."""
 
 
-@checked()
+@check_arguments()
 def import_folder(
     folder: str | os.PathLike[str],
     root: str | os.PathLike[str] | Store,
@@ -84,10 +84,10 @@ def import_folder(
     finally:
         writer.close()
     store, entry = writer.saved()
-    return describe(store, entry)
+    return build_checkpoint(store, entry)
 
 
-@checked()
+@check_arguments()
 def export_folder(
     source: str | os.PathLike[str] | Store,
     folder: str | os.PathLike[str],
@@ -124,7 +124,7 @@ def export_folder(
         _write_folder(state, folder)
     finally:
         reader.close()
-    return describe(state.store, state.entry)
+    return build_checkpoint(state.store, state.entry)
 
 
 def export_source(source: Source, folder: str | os.PathLike[str]) -> SourceState:
@@ -205,7 +205,7 @@ class _Planner(SavePlanner):
         wanted: dict[str, list[Box]] = {}
         for item in some:
             wanted.setdefault(item.index.fqn, []).append(_box(item))
-        found = {name: iter(tensors) for name, tensors in self._source.read(wanted).items()}
+        found = {name: iter(tensors) for name, tensors in self._source.read_boxes(wanted).items()}
         self._read = {item.index: next(found[item.index.fqn]) for item in some}
 
     @override
@@ -239,10 +239,10 @@ class DcpFolder:
         self.metadata = read_metadata(folder / METADATA)
         self._places: dict[MetadataIndex, _StorageInfo] = self.metadata.storage_data
 
-    def read(self, wanted: dict[str, list[Box]]) -> dict[str, list[Tensor]]:
+    def read_boxes(self, wanted: dict[str, list[Box]]) -> dict[str, list[Tensor]]:
         """Read chunks of tensors as they were saved, by DCP's names."""
         return {
-            name: [self._tensor(MetadataIndex(name, box.offsets), box) for box in boxes]
+            name: [self._load_tensor(MetadataIndex(name, box.offsets), box) for box in boxes]
             for name, boxes in wanted.items()
         }
 
@@ -250,7 +250,7 @@ class DcpFolder:
         """Return the pickle of an item that is no tensor."""
         return self._bytes(MetadataIndex(name))
 
-    def _tensor(self, index: MetadataIndex, box: Box) -> Tensor:
+    def _load_tensor(self, index: MetadataIndex, box: Box) -> Tensor:
         try:
             found = torch.load(self._bytes(index), map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
@@ -289,7 +289,7 @@ def read_metadata(path: Path) -> Metadata:
         raise FormatError(f"{path}: not a folder that DCP has saved whole: {error}") from error
     try:
         metadata: Metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-        _check(metadata)
+        _check_metadata_types(metadata)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     except Exception as error:
@@ -364,7 +364,7 @@ class _MetadataUnpickler(pickle._Unpickler):
         raise FormatError(f"it holds {module}.{name}, which is no metadata, and was not loaded")
 
 
-def _check(metadata: Any) -> None:
+def _check_metadata_types(metadata: Any) -> None:
     """Check the types of all that is used of the metadata, and make its properties torch's own."""
     if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
         raise FormatError("not the metadata of DCP")

@@ -49,15 +49,15 @@ class Item:
     @property
     def name(self) -> str:
         """Name of the item in DCP."""
-        return _name(self.full_path)
+        return _join_path(self.full_path)
 
     @property
-    def key(self) -> str:
+    def tensor_key(self) -> str:
         """Key of the item's tensor in the component."""
-        return _name(self.path)
+        return _join_path(self.path)
 
 
-def _name(path: Path) -> str:
+def _join_path(path: Path) -> str:
     return ".".join(map(str, path))
 
 
@@ -101,7 +101,7 @@ def paths_of(names: Iterable[str], planner_data: Any) -> dict[str, Path]:
         )
     paths = {name: tuple(planner_data.get(name, (name,))) for name in names}
     for name, path in paths.items():
-        if _name(path) != name or not all(type(part) in (str, int) for part in path):
+        if _join_path(path) != name or not all(type(part) in (str, int) for part in path):
             raise UsageError(f"{name!r}: the planner says that its path is {path!r}")
     return paths
 
@@ -184,7 +184,7 @@ def items_of(component: str, tree: bytes, value: Any) -> tuple[dict[Item, Any], 
     found: dict[Item, Any] = {}
     pickled = {*beside.pickled}
     for number, path in enumerate(beside.paths):
-        node = _at(value, path, what)
+        node = _get_value(value, path, what)
         item = _item(component, tuple(beside.under), tuple(path), node)
         if number in pickled and not isinstance(node, bytes):
             raise FormatError(f"{what}: {item.name!r} is said to be a pickle, and is none")
@@ -196,7 +196,7 @@ def _item(component: str, under: tuple[str, ...], path: Path, node: Any) -> Item
     return Item(component=component, under=under, path=path, is_tensor=isinstance(node, TensorRef))
 
 
-def _at(value: Any, path: list[str | int], what: str) -> Any:
+def _get_value(value: Any, path: list[str | int], what: str) -> Any:
     for part in path:
         try:
             value = value[part]

@@ -67,7 +67,9 @@ def value_of(item: Item, write_item: WriteItem, planner: SavePlanner) -> Value:
         UnsupportedState: it cannot be saved as a typed tree.
     """
     value = _taken(item, write_item, planner)
-    leaves = Leaves(component=item.component, key_of=lambda path: f"{item.key}.{path}".strip("."))
+    leaves = Leaves(
+        component=item.component, key_of=lambda path: f"{item.tensor_key}.{path}".strip(".")
+    )
     made = encoded(value, leaves)
     if made is None or leaves.offenders:
         raise UnsupportedState([(path, f"{why}. {_UNSAFE}") for path, why in leaves.offenders])

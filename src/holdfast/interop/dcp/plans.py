@@ -87,13 +87,13 @@ class DcpLayout:
         }
         self.items = placed(paths_of(dict.fromkeys(names), _mappings(plans)), tensors)
         """The items of all ranks, by DCP's name."""
-        self._specs = _specs(self.items, tensors)
+        self._specs = _make_specs(self.items, tensors)
         self._whole: set[str] = set()
-        self.parts = [self._parts(plan) for plan in plans]
+        self.parts = [self._make_written_boxes(plan) for plan in plans]
         """The boxes that each rank writes."""
         self.counts: dict[str, int] = dict.fromkeys(self.components, 0)
         """Number of tensor files of each component."""
-        self.first = [self._numbers(parts) for parts in self.parts]
+        self.first = [self._assign_numbers(parts) for parts in self.parts]
         """Number of each rank's first tensor file of each component."""
 
     @property
@@ -124,7 +124,7 @@ class DcpLayout:
             first=self.first[rank],
         )
 
-    def _parts(self, plan: SavePlan) -> dict[MetadataIndex, WrittenBox]:
+    def _make_written_boxes(self, plan: SavePlan) -> dict[MetadataIndex, WrittenBox]:
         parts: dict[MetadataIndex, WrittenBox] = {}
         for write_item in plan.items:
             data = write_item.tensor_data
@@ -133,7 +133,7 @@ class DcpLayout:
             item = self.items[write_item.index.fqn]
             box = self._box(item.name, data)
             if box is not None:
-                parts[write_item.index] = self._part(item, *box)
+                parts[write_item.index] = self._make_written_box(item, *box)
         return parts
 
     def _box(
@@ -148,7 +148,9 @@ class DcpLayout:
         self._whole.add(name)
         return (0,) * len(data.size), tuple(data.size)
 
-    def _part(self, item: Item, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> WrittenBox:
+    def _make_written_box(
+        self, item: Item, offsets: tuple[int, ...], sizes: tuple[int, ...]
+    ) -> WrittenBox:
         spec = self._specs[item.name]
         key = spec.key if sizes == spec.shape else key_of_box(spec.key, offsets, sizes)
         return WrittenBox(
@@ -158,7 +160,7 @@ class DcpLayout:
             stored=TensorSpec(key, spec.dtype, sizes),
         )
 
-    def _numbers(self, parts: Mapping[MetadataIndex, WrittenBox]) -> dict[str, int]:
+    def _assign_numbers(self, parts: Mapping[MetadataIndex, WrittenBox]) -> dict[str, int]:
         first: dict[str, int] = {}
         for component, specs in specs_by_component(parts.values()).items():
             first[component] = self.counts[component]
@@ -182,7 +184,7 @@ def _mappings(plans: Sequence[SavePlan]) -> object:
     return known[0]
 
 
-def _specs(
+def _make_specs(
     items: Mapping[str, Item], tensors: Mapping[str, TensorWriteData]
 ) -> dict[str, TensorSpec]:
     odd = [
@@ -193,7 +195,9 @@ def _specs(
     if odd:
         raise UnsupportedState(odd)
     return {
-        name: TensorSpec(items[name].key, DTYPE_NAMES[data.properties.dtype], tuple(data.size))
+        name: TensorSpec(
+            items[name].tensor_key, DTYPE_NAMES[data.properties.dtype], tuple(data.size)
+        )
         for name, data in tensors.items()
     }
 

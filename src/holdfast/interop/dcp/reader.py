@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from typing_extensions import override
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
 from holdfast.interop.dcp.items import Item, items_of
 from holdfast.interop.dcp.objects import pickled
@@ -92,7 +92,7 @@ class StoredState:
         )
 
     def _tensor_metadata(self, name: str) -> TensorStorageMetadata:
-        component, key = self._home(name)
+        component, key = self._find_key(name)
         table = self.opened.index.components[component]
         spec, boxes = table.specs[key], [Box((), ())]
         if spec.shape:
@@ -111,15 +111,15 @@ class StoredState:
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of a whole tensor."""
-        component, key = self._home(name)
+        component, key = self._find_key(name)
         return self.opened.index.components[component].specs[key].nbytes
 
-    def read(self, wanted: Mapping[str, list[Box]]) -> dict[str, list[Tensor]]:
+    def read_boxes(self, wanted: Mapping[str, list[Box]]) -> dict[str, list[Tensor]]:
         """Read boxes of tensors, by DCP's names, as views of fresh memory."""
         boxes_by_key: dict[tuple[str, str], list[Box]] = {}  # tied tensors have one key
         first: dict[str, int] = {}
         for name, boxes in wanted.items():
-            known = boxes_by_key.setdefault(self._home(name), [])
+            known = boxes_by_key.setdefault(self._find_key(name), [])
             first[name] = len(known)
             known += boxes
         needed: dict[str, list[str]] = {}
@@ -127,16 +127,16 @@ class StoredState:
         for (component, key), boxes in boxes_by_key.items():
             needed.setdefault(component, []).append(key)
             shape = self.opened.index.components[component].specs[key].shape
-            shards.setdefault(component, {})[key] = _held(shape, boxes)
-        read = self._tensors.read(needed, shards)
+            shards.setdefault(component, {})[key] = _place_boxes(shape, boxes)
+        read = self._tensors.read_tensors(needed, shards)
         found = {}
         for name, boxes in wanted.items():
-            component, key = self._home(name)
+            component, key = self._find_key(name)
             places = shards[component][key].places[first[name] :][: len(boxes)]
             found[name] = [_view(read[component][key], place) for place in places]
         return found
 
-    def _home(self, name: str) -> tuple[str, str]:
+    def _find_key(self, name: str) -> tuple[str, str]:
         item, node = self.items[name]
         return item.component, node.key
 
@@ -146,12 +146,12 @@ class StoredState:
         if item.is_pickled:
             return io.BytesIO(node)
         keys = keys_in(node)
-        tensors = self._tensors.read({item.component: keys})[item.component] if keys else {}
+        tensors = self._tensors.read_tensors({item.component: keys})[item.component] if keys else {}
         return pickled(node, tensors)
 
-    def close(self) -> None:
+    def stop_threads(self) -> None:
         """End the threads."""
-        self._threads.close()
+        self._threads.close_pools()
 
 
 class HoldfastReader(StorageReader):
@@ -170,7 +170,7 @@ class HoldfastReader(StorageReader):
         timeout_s: longest time that one read of all tensors may take.
     """
 
-    @checked()
+    @check_arguments()
     def __init__(
         self,
         root: str | os.PathLike[str] | Store,
@@ -234,7 +234,7 @@ class HoldfastReader(StorageReader):
         except BaseException:
             self.close()
             raise
-        held.callback(self._state.close)
+        held.callback(self._state.stop_threads)
         return self._state
 
     @property
@@ -292,13 +292,15 @@ class HoldfastReader(StorageReader):
         return future
 
     def _read_tensors(self, state: StoredState, plan: LoadPlan, planner: LoadPlanner) -> None:
-        batches = [*_batches(state, plan.items)]
+        batches = [*_batch_reads(state, plan.items)]
         if len(batches) > 1:
             for batch in batches:
-                state.read({name: [box for _, box in asked] for name, asked in batch.items()})
+                state.read_boxes({name: [box for _, box in asked] for name, asked in batch.items()})
         cast: list[str] = []
         for batch in batches:
-            found = state.read({name: [box for _, box in asked] for name, asked in batch.items()})
+            found = state.read_boxes(
+                {name: [box for _, box in asked] for name, asked in batch.items()}
+            )
             for name, asked in batch.items():
                 for (read_item, _), tensor in zip(asked, found[name], strict=True):
                     if _give(planner, read_item, tensor):
@@ -348,7 +350,7 @@ def _give(planner: LoadPlanner, read_item: ReadItem, tensor: Tensor) -> bool:
 Asked = list[tuple[ReadItem, Box]]
 
 
-def _batches(state: StoredState, read_items: Iterable[ReadItem]) -> Iterator[dict[str, Asked]]:
+def _batch_reads(state: StoredState, read_items: Iterable[ReadItem]) -> Iterator[dict[str, Asked]]:
     """Group the boxes that are asked for by tensor, and the tensors to batches."""
     by_name: dict[str, Asked] = {}
     for read_item in read_items:
@@ -372,7 +374,7 @@ def _batches(state: StoredState, read_items: Iterable[ReadItem]) -> Iterator[dic
         yield batch
 
 
-def _held(shape: tuple[int, ...], boxes: list[Box]) -> LocalShards:
+def _place_boxes(shape: tuple[int, ...], boxes: list[Box]) -> LocalShards:
     """Place boxes in a local tensor that spans the smallest box around all of them."""
     low = tuple(min(box.offsets[d] for box in boxes) for d in range(len(shape)))
     high = tuple(max(b.offsets[d] + b.sizes[d] for b in boxes) for d in range(len(shape)))

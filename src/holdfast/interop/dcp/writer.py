@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import NoCheckpoint, NotFound, NotShared, UnsupportedState, UsageError
 from holdfast.format.layout import AttemptName, check_label, parse_attempt
 from holdfast.format.manifest import MAX_COUNT, Reference, Timestamp
@@ -40,7 +40,7 @@ from holdfast.ownership.claim import Claim
 from holdfast.policy.naming import DEFAULT_LABEL
 from holdfast.results import Phase
 from holdfast.root.catalog import Catalog, Entry
-from holdfast.root.commit import SaveAttempt, begin, commit
+from holdfast.root.commit import SaveAttempt, commit, create_attempt
 from holdfast.saving.environment import environment
 from holdfast.saving.numerics import numerics
 from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
@@ -94,7 +94,7 @@ class HoldfastWriter(StorageWriter):
         timeout_s: longest time that writing one file may take.
     """
 
-    @checked()
+    @check_arguments()
     def __init__(
         self,
         root: str | os.PathLike[str] | Store,
@@ -129,7 +129,7 @@ class HoldfastWriter(StorageWriter):
         expect_path(self._where)
         loaded, self._root.loaded = self._root.loaded, None
         self._given = None  # DCP resets the copy
-        self._root.release()
+        self._root.release_run()
         return {**self.__dict__, "_save": None, "_loaded": loaded}
 
     @override
@@ -178,17 +178,17 @@ class HoldfastWriter(StorageWriter):
         layouts = {cache: DcpLayout(of_cache) for cache, of_cache in whole.items()}
         if self._loaded is not None:
             root.loaded, self._loaded = self._loaded, None
-        claim, sequence = root.claim(
+        claim, sequence = root.claim_root(
             nbytes=max(layout.nbytes for layout in layouts.values()),
             num_files=max(layout.num_files for layout in layouts.values()),
             takeover=self._takeover,
         )
         step = self._step_now()
         label = self._label or DEFAULT_LABEL.format(step=step)
-        attempt = begin(
+        attempt = create_attempt(
             root.store, label=label, epoch=claim.epoch, nonce=claim.nonce, sequence=sequence
         )
-        root.begin(attempt, is_alone=len(plans) == 1)
+        root.record_attempt(attempt, is_alone=len(plans) == 1)
         self._save = _Save(
             attempt=attempt,
             layouts=layouts,
@@ -265,7 +265,7 @@ class HoldfastWriter(StorageWriter):
                 f"rank does not see it: {error}. All ranks must have the same storage under this "
                 "root"
             ) from error
-        return _share(files, task.parts.values(), values)
+        return _make_own_share(files, task.parts.values(), values)
 
     def _value(self, item: Item, write_item: WriteItem, planner: SavePlanner) -> Value:
         try:
@@ -288,7 +288,7 @@ class HoldfastWriter(StorageWriter):
             self._give_up(error)
             raise
         self._save, self._saved = None, save.attempt.name
-        self._root.end(save.attempt)
+        self._root.publish_attempt(save.attempt)
         self._root.release_if_in_daemon()
 
     def _commit(self, save: _Save, metadata: Metadata, shares: Sequence[_Share]) -> None:
@@ -311,14 +311,14 @@ class HoldfastWriter(StorageWriter):
             SaveParticipant(),
         )
         placed_parts = [part for share in shares for part in share.parts]
-        files.join(
+        files.add_gathered(
             Gathered(
                 files=[file for share in shares for file in share.files],
                 trees=trees,
                 tables=tables_of([*trees], placed_parts, counts),
             )
         )
-        files.write(files.trees(trees), Phase())
+        files.write_attempt_files(files.trees(trees), Phase())
         write_index(files, Phase())
         request = self._request(save)
         commit(root.store, attempt, manifest_of(attempt, kinds, request, files, save.world_size))
@@ -346,7 +346,7 @@ class HoldfastWriter(StorageWriter):
             for name, some in specs.items()
             for spec in some
         ]
-        return _share(files, parts, []), counts
+        return _make_own_share(files, parts, []), counts
 
     def _request(self, save: _Save) -> SaveRequest:
         return SaveRequest(
@@ -386,7 +386,7 @@ class HoldfastWriter(StorageWriter):
 
         A save in the background must have ended, as before the next save: it would fail.
         """
-        self._root.release()
+        self._root.release_run()
 
     @classmethod
     @override
@@ -419,7 +419,9 @@ def _resolved(planner: SavePlanner, write_item: WriteItem, spec: TensorSpec) -> 
     return tensor
 
 
-def _share(files: AttemptFiles, parts: Iterable[WrittenBox], values: Sequence[Value]) -> _Share:
+def _make_own_share(
+    files: AttemptFiles, parts: Iterable[WrittenBox], values: Sequence[Value]
+) -> _Share:
     places = places_of(files)
     return _Share(
         files=files.own,
@@ -454,6 +456,6 @@ def _trees(layout: DcpLayout, values: Iterable[Value], *, is_flat: bool) -> dict
             if value is not None:
                 nodes[value.item] = value.node
             elif item.is_tensor:
-                nodes[item] = TensorRef(item.key)
+                nodes[item] = TensorRef(item.tensor_key)
         trees[component] = tree_of(nodes, is_flat=is_flat)
     return trees

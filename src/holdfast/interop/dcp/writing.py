@@ -51,7 +51,7 @@ def write_tensors(
         ),
     )
     files = AttemptFiles(attempt, staged, tools, SaveParticipant())
-    files.write(files.tensors(), Phase())
+    files.write_attempt_files(files.iterate_tensor_files(), Phase())
     return files
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.interop.exporting.files import (
     ExportPlan,
@@ -72,7 +72,7 @@ class Exported:
 
 
 class Export:
-    """A planned export: `plan` says what will be written, `write` writes it."""
+    """A planned export: `plan` says what will be written, `write_files` writes it."""
 
     def __init__(
         self, source: Source, options: ExportOptions, progress: Progress | None = None
@@ -85,7 +85,7 @@ class Export:
         self._num_done = 0
         self.names: Collection[str] = ()
         """Names of the weights in a file of `safetensors`; empty for the other forms."""
-        _check(options)
+        _refuse_unused_options(options)
         expect_no_loss(source, options.components, allow_loss=options.allow_loss)
         self.plan = ExportPlan(files=[], left_out=[*source.left_out])
         if options.to in _OF_WEIGHTS:
@@ -93,7 +93,7 @@ class Export:
         else:
             self.plan.files = [self._torch_file()]
 
-    def write(self, out: Path) -> Exported:
+    def write_files(self, out: Path) -> Exported:
         """Write the files; `out` appears when it is whole and durable.
 
         Raises:
@@ -112,7 +112,7 @@ class Export:
             path=os.fspath(out), nbytes=plan.nbytes, left_out=plan.left_out, notes=plan.notes
         )
 
-    def _report(self, nbytes: int) -> None:
+    def _report_progress(self, nbytes: int) -> None:
         self._num_done += nbytes
         if self._progress is not None:
             self._progress("export", self._num_done, self.plan.nbytes)
@@ -129,7 +129,7 @@ class Export:
         )
         if options.to == "safetensors":
             self.names = [one.name for one in weights.tensors]
-            return self._plain(weights)
+            return self._plan_safetensors(weights)
         files = plan_model(
             source,
             weights,
@@ -138,12 +138,12 @@ class Export:
             dtype=options.dtype,
             shard_nbytes=options.shard_nbytes or SHARD_NBYTES,
             cast=self._cast,
-            report=self._report,
+            report=self._report_progress,
         )
         self._leave({component, FILES}, "a folder of a model holds its weights alone")
         return files
 
-    def _plain(self, weights: ExportedTensors) -> list[PlannedFile]:
+    def _plan_safetensors(self, weights: ExportedTensors) -> list[PlannedFile]:
         self._leave({weights.component}, "the file holds the weights of one component")
         shard_nbytes = self._options.shard_nbytes
         plan = self.plan
@@ -158,7 +158,7 @@ class Export:
             shard_nbytes=shard_nbytes,
             single="" if shard_nbytes is None else SINGLE,
             cast=self._cast,
-            report=self._report,
+            report=self._report_progress,
         )
 
     def _leave(self, written: Collection[str], why: str) -> None:
@@ -174,15 +174,15 @@ class Export:
         source = self._source
         values = Values(source, self.plan.notes)
         for name in self._options.components:
-            source.part(name)
+            source.get_component(name)
         names = [*self._options.components] or [*source.parts]
         self._leave(names, "not among the components asked for")
-        made = {name: values.component(name) for name in names}
+        made = {name: values.read_component(name) for name in names}
         value = made[names[0]] if len(names) == 1 else made
-        return plan_torch_file(source, "", value, self._report)
+        return plan_torch_file(source, "", value, self._report_progress)
 
 
-def _check(options: ExportOptions) -> None:
+def _refuse_unused_options(options: ExportOptions) -> None:
     """Refuse options that would do nothing in this form."""
     to = options.to
     unused = {
@@ -198,7 +198,7 @@ def _check(options: ExportOptions) -> None:
         raise UsageError(f"--shard-size: {options.shard_nbytes} bytes; must be at least 1")
 
 
-@checked()
+@check_arguments()
 def export_checkpoint(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -238,4 +238,4 @@ def export_checkpoint(
     )
     expect_free(Path(out))
     with open_source(os.fspath(source), trust=trust) as opened:
-        return Export(opened, options).write(Path(out))
+        return Export(opened, options).write_files(Path(out))

@@ -14,7 +14,7 @@ from typing import BinaryIO
 from holdfast.errors import StoreError, UsageError
 from holdfast.interop.source import LeftOut
 from holdfast.store.base import proof_of
-from holdfast.system import CLOSED_ON_EXEC, sync, sync_folder, try_lock
+from holdfast.system import CLOSED_ON_EXEC, sync, sync_folder_path, try_lock
 
 _PART = ".part-"
 _PART_NBYTES = 4
@@ -82,15 +82,15 @@ def new_output(out: Path, *, is_folder: bool) -> Iterator[Path]:
     path = out.with_name(f"{name}-{proof_of(name)}")
     try:
         path.mkdir() if is_folder else path.touch(exist_ok=False)
-        with _held(path):
+        with _lock_output(path):
             yield path
             if is_folder:
                 _sync_folders(path)
             _expect_free(out, is_folder=is_folder)
             os.replace(path, out)
-            sync_folder(out.parent)
+            sync_folder_path(out.parent)
     except BaseException:
-        _remove(path)
+        _remove_path(path)
         raise
 
 
@@ -114,14 +114,14 @@ def remove_leftovers(out: Path) -> None:
         name, _, proof = path.name.rpartition("-")
         if not name.startswith(f".{out.name}{_PART}") or proof != proof_of(name):
             continue
-        with _held(path) as is_ours:
+        with _lock_output(path) as is_ours:
             if not is_ours:
                 raise UsageError(f"{out}: another process is writing it now, as {path.name}")
-            _remove(path)
+            _remove_path(path)
 
 
 @contextmanager
-def _held(path: Path) -> Iterator[bool]:
+def _lock_output(path: Path) -> Iterator[bool]:
     """Lock an output while it is written; yield False if another process has the lock.
 
     True, too, where there are no locks: on Windows, where no open file is removed, and on some
@@ -138,7 +138,7 @@ def _held(path: Path) -> Iterator[bool]:
             os.close(fd)
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -148,4 +148,4 @@ def _remove(path: Path) -> None:
 
 def _sync_folders(top: Path) -> None:
     for folder, _, _ in os.walk(top):
-        sync_folder(folder)
+        sync_folder_path(folder)

@@ -20,7 +20,7 @@ from holdfast.interop.exporting.weights import (
     bytes_file,
     plan_safetensors,
 )
-from holdfast.interop.reading import pieces
+from holdfast.interop.reading import read_pieces
 from holdfast.interop.source import LeftOut, Source, SourceComponent
 
 FILES = "files"
@@ -74,7 +74,7 @@ def _beside(source: Source, configs: Sequence[Path], plan: ExportPlan) -> dict[s
     part = source.parts.get(FILES)
     if part is not None and isinstance(part.tree, Mapping):
         for name, ref in part.tree.items():
-            if _is_plain(name) and isinstance(ref, ArrayRef):
+            if _is_plain_name(name) and isinstance(ref, ArrayRef):
                 found[name] = _carried(source, part, name, ref.key)
             else:
                 plan.left_out.append(LeftOut(path=f"{FILES}.{name}", why="no name of a file"))
@@ -82,13 +82,13 @@ def _beside(source: Source, configs: Sequence[Path], plan: ExportPlan) -> dict[s
         for one in _files_of(path):
             why = _why_left(one)
             if why is None:
-                found[one.name] = bytes_file(one.name, _read(one))
+                found[one.name] = bytes_file(one.name, _read_file_bytes(one))
             else:
                 plan.left_out.append(LeftOut(path=str(one), why=why))
     return dict(sorted(found.items()))
 
 
-def _is_plain(name: Any) -> bool:
+def _is_plain_name(name: Any) -> bool:
     """Whether a name from a checkpoint is a plain file name, without a path, on any system."""
     return (
         isinstance(name, str)
@@ -102,7 +102,7 @@ def _is_plain(name: Any) -> bool:
 
 def _carried(source: Source, part: SourceComponent, name: str, key: str) -> PlannedFile:
     def write(file: BinaryIO) -> None:
-        for piece in pieces(source, [(FILES, key)]):
+        for piece in read_pieces(source, [(FILES, key)]):
             file.write(piece.memory)
 
     return PlannedFile(name=name, nbytes=part.specs[key].nbytes, write=write)
@@ -129,7 +129,7 @@ def _why_left(path: Path) -> str | None:
     return None
 
 
-def _read(path: Path) -> bytes:
+def _read_file_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:

@@ -12,11 +12,11 @@ from functools import partial
 from typing import BinaryIO
 
 from holdfast.errors import DeadlineExceeded
-from holdfast.interop.files import copy
+from holdfast.interop.files import copy_bytes
 from holdfast.store.local.oserrors import UNSUPPORTED
 from holdfast.store.local.syscalls import preallocate
 from holdfast.system import CLOSED_ON_EXEC
-from holdfast.threads.buffers import take
+from holdfast.threads.buffers import allocate_pages
 from holdfast.threads.workers import Workers, cancel
 
 BLOCK_NBYTES = 4 << 20
@@ -34,13 +34,13 @@ class _Output:
         self._file = file
         self._descriptor = descriptor
         self._workers = workers
-        self._free = [memoryview(take(BLOCK_NBYTES)) for _ in range(_NUM_BLOCKS)]
+        self._free = [memoryview(allocate_pages(BLOCK_NBYTES)) for _ in range(_NUM_BLOCKS)]
         self._block = self._free.pop()
         self._num_filled = 0
         self._start = 0
         self._writing: deque[tuple[Future[None], memoryview]] = deque()
 
-    def write(self, data: memoryview) -> None:
+    def append_bytes(self, data: memoryview) -> None:
         """Write the next bytes, which are copied.
 
         Raises:
@@ -49,33 +49,33 @@ class _Output:
         """
         while data.nbytes:
             count = min(data.nbytes, BLOCK_NBYTES - self._num_filled)
-            copy(data[:count], self._block[self._num_filled : self._num_filled + count])
+            copy_bytes(data[:count], self._block[self._num_filled : self._num_filled + count])
             self._num_filled += count
             data = data[count:]
             if self._num_filled == BLOCK_NBYTES:
-                self._send()
+                self._submit_block()
 
-    def finish(self) -> None:
+    def flush_writes(self) -> None:
         """Write what is left, and wait for all."""
         while self._writing:
-            self._wait()
+            self._wait_for_write()
         self._file.seek(self._start)
         self._file.write(self._block[: self._num_filled])
 
-    def stop(self) -> None:
+    def cancel_writes(self) -> None:
         """Wait for the writes in progress; begin no other."""
         cancel([written for written, _ in self._writing], timeout_s=_TIMEOUT_S)
 
-    def _send(self) -> None:
+    def _submit_block(self) -> None:
         job = partial(self._write_block, self._block, self._start)
         self._writing.append((self._workers.submit(job), self._block))
         self._start += BLOCK_NBYTES
         self._num_filled = 0
         if not self._free:
-            self._wait()
+            self._wait_for_write()
         self._block = self._free.pop()
 
-    def _wait(self) -> None:
+    def _wait_for_write(self) -> None:
         written, block = self._writing[0]
         try:
             written.result(timeout=_TIMEOUT_S)
@@ -107,11 +107,11 @@ def past_cache(file: BinaryIO, nbytes: int) -> Iterator[Callable[[memoryview], o
     try:
         # Writes that make a file longer wait for each other.
         preallocate(descriptor, nbytes)
-        yield output.write
-        output.finish()
+        yield output.append_bytes
+        output.flush_writes()
     finally:
-        output.stop()
-        workers.close()
+        output.cancel_writes()
+        workers.close_pool()
         os.close(descriptor)
 
 
@@ -126,7 +126,7 @@ def open_direct(file: BinaryIO) -> int | None:
         if error.errno in UNSUPPORTED:
             return None
         raise
-    with memoryview(take(BLOCK_NBYTES)) as block:
+    with memoryview(allocate_pages(BLOCK_NBYTES)) as block:
         try:
             os.pwrite(descriptor, block, 0)
             os.ftruncate(descriptor, 0)

@@ -20,7 +20,7 @@ from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.exporting.files import PlannedFile
 from holdfast.interop.exporting.values import PlacedTensor
 from holdfast.interop.exporting.weights import Report
-from holdfast.interop.reading import pieces
+from holdfast.interop.reading import read_pieces
 from holdfast.interop.source import Source
 from holdfast.state.leaves import TORCH_DTYPES
 
@@ -52,10 +52,10 @@ def plan_torch_file(source: Source, name: str, value: Any, report: Report) -> Pl
 
     def write(file: BinaryIO) -> None:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-            _put(archive, "data.pkl", text.getvalue())
-            _put(archive, "byteorder", b"little")
+            _write_zip_entry(archive, "data.pkl", text.getvalue())
+            _write_zip_entry(archive, "byteorder", b"little")
             _put_tensors(archive, source, tensors, report)
-            _put(archive, "version", b"3\n")
+            _write_zip_entry(archive, "version", b"3\n")
 
     nbytes = sum(one.spec.nbytes for one in tensors)
     return PlannedFile(name=name, nbytes=nbytes + len(text.getvalue()), write=write)
@@ -65,7 +65,7 @@ def _put_tensors(
     archive: zipfile.ZipFile, source: Source, tensors: list[PlacedTensor], report: Report
 ) -> None:
     """Write one record for each tensor, in the order of the pickle."""
-    stream = pieces(source, [(one.component, one.spec.key) for one in tensors])
+    stream = read_pieces(source, [(one.component, one.spec.key) for one in tensors])
     for number, one in enumerate(tensors):
         info, is_large = _entry(archive, f"data/{number}", one.spec.nbytes)
         with archive.open(info, "w", force_zip64=is_large) as record:
@@ -79,7 +79,7 @@ def _put_tensors(
                     break
 
 
-def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+def _write_zip_entry(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
     info, is_large = _entry(archive, name, len(data))
     with archive.open(info, "w", force_zip64=is_large) as record:
         record.write(data)
@@ -104,7 +104,7 @@ class _Storage:
         self.number = number
 
     @property
-    def reference(self) -> tuple[Any, ...]:
+    def pickle_reference(self) -> tuple[Any, ...]:
         """The reference that the pickle has in place of the storage."""
         kind = _STORAGES.get(self.spec.dtype)
         count = self.spec.nbytes
@@ -122,7 +122,7 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         """Return the reference to a record for a storage."""
-        return value.reference if isinstance(value, _Storage) else None
+        return value.pickle_reference if isinstance(value, _Storage) else None
 
     def reducer_override(self, value: Any) -> Any:
         """Pickle a placed tensor as torch pickles a tensor."""

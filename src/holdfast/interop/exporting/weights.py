@@ -14,7 +14,7 @@ from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.exporting.files import PlannedFile
 from holdfast.interop.exporting.output import past_cache
-from holdfast.interop.reading import pieces
+from holdfast.interop.reading import read_pieces
 from holdfast.interop.renaming import RenameRules
 from holdfast.interop.source import LeftOut, Source
 
@@ -66,7 +66,7 @@ def model_of(source: Source, components: Sequence[str]) -> str:
     if len(components) > 1:
         raise UsageError("--component: this form holds the weights of one component; name one")
     if components:
-        source.part(components[0])
+        source.get_component(components[0])
         return components[0]
     modules = [name for name, part in source.parts.items() if part.kind == "module"]
     found = ["model"] if "model" in source.parts else modules
@@ -85,9 +85,9 @@ def weights_of(
     left_out: list[LeftOut],
 ) -> ExportedTensors:
     """List the tensors of a component under their new names; other values are left out."""
-    part = source.part(component)
+    part = source.get_component(component)
     leaves = part.leaves
-    names = rename.table(leaves, component)
+    names = rename.map_names(leaves, component)
     rename.expect_used()
     first: dict[str, str] = {}
     aliases: dict[str, str] = {}
@@ -102,11 +102,11 @@ def weights_of(
         )
         for key, name in first.items()
     ]
-    left_out += _values(part.tree, component)
+    left_out += _iterate_left_out(part.tree, component)
     return ExportedTensors(component=component, tensors=tensors, aliases=aliases)
 
 
-def _values(tree: Any, path: str) -> Iterator[LeftOut]:
+def _iterate_left_out(tree: Any, path: str) -> Iterator[LeftOut]:
     """Yield the values that are not tensors, which a file of weights cannot hold."""
     items: Iterator[tuple[Any, Any]]
     if isinstance(tree, TensorRef | ArrayRef):
@@ -119,7 +119,7 @@ def _values(tree: Any, path: str) -> Iterator[LeftOut]:
         yield LeftOut(path=path, why="no tensor, and the file holds tensors alone")
         return
     for key, inner in items:
-        yield from _values(inner, f"{path}.{key}")
+        yield from _iterate_left_out(inner, f"{path}.{key}")
 
 
 def _cast(dtype: str, to: Dtype | None) -> str:
@@ -132,7 +132,7 @@ class DtypeCast:
     def __init__(self) -> None:
         self.num_overflows = 0
 
-    def apply(self, memory: memoryview, dtype: str, to: str) -> memoryview:
+    def cast_bytes(self, memory: memoryview, dtype: str, to: str) -> memoryview:
         """Return the bytes of a piece in another dtype."""
         if dtype == to or not memory.nbytes:
             return memory
@@ -158,9 +158,9 @@ def write_tensors(
 ) -> None:
     """Write the bytes of tensors, one after the other, in their order."""
     by_key = {one.key: one for one in tensors}
-    for piece in pieces(source, [(component, one.key) for one in tensors]):
+    for piece in read_pieces(source, [(component, one.key) for one in tensors]):
         one = by_key[piece.key]
-        write(cast.apply(piece.memory, one.stored.dtype, one.dtype))
+        write(cast.cast_bytes(piece.memory, one.stored.dtype, one.dtype))
         report(piece.memory.nbytes)
 
 

@@ -51,7 +51,7 @@ def dcp_layout(state: Mapping[str | int, Any]) -> ComponentLayout:
         rest |= weights
     if rest:
         components["state"] = rest
-    step = _step(rest, components.get("trainer"))
+    step = _find_step(rest, components.get("trainer"))
     return ComponentLayout(format="dcp", components=components, paths=paths, step=step)
 
 
@@ -74,7 +74,7 @@ def olmo_layout(folder: Path, state: Mapping[str | int, Any], trainer: Any) -> C
         for name in others[:1000]
         if name != "rank0.pt"
     ]
-    step = _step(rest, None)
+    step = _find_step(rest, None)
     return ComponentLayout(
         format="olmo-core", components=components, paths=paths, step=step, left_out=left_out
     )
@@ -90,7 +90,7 @@ def megatron_layout(items: Mapping[str, Any], common: Any) -> ComponentLayout:
     model: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
     components: dict[str, Any] = {}
-    for name, value in _joined(items).items():
+    for name, value in _join_shards(items).items():
         match = _OPTIMIZER.fullmatch(name)
         if match:
             optimizer[match[1] + match[2]] = value
@@ -112,11 +112,11 @@ def megatron_layout(items: Mapping[str, Any], common: Any) -> ComponentLayout:
     return ComponentLayout(
         format="megatron",
         components={name: one for name, one in components.items() if one},
-        step=_step(rest, None),
+        step=_find_step(rest, None),
     )
 
 
-def _joined(items: Mapping[str, Any]) -> dict[str, Any]:
+def _join_shards(items: Mapping[str, Any]) -> dict[str, Any]:
     """Join the shards of objects: several become a list, in the order of their positions."""
     found: dict[str, Any] = {}
     shards: dict[str, list[tuple[list[int], Any]]] = {}
@@ -136,7 +136,7 @@ def _joined(items: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _step(*places: Any) -> int | None:
+def _find_step(*places: Any) -> int | None:
     for place in places:
         for key in _STEPS if isinstance(place, dict) else ():
             if type(place.get(key)) is int and 0 <= place[key] < 2**53:

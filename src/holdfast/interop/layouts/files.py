@@ -47,12 +47,12 @@ def file_layout(root: Any) -> ComponentLayout:
     return _by_names(root) or ComponentLayout(components={_name_of(root): root})
 
 
-def whole(component: str) -> Callable[[Any], ComponentLayout]:
+def make_layout(component: str) -> Callable[[Any], ComponentLayout]:
     """Return the layout of a file that is one component, in a folder of several files."""
     return lambda root: ComponentLayout(components={component: root}, may_be_empty=True)
 
 
-def numbered(component: str, number: int) -> str:
+def number_component(component: str, number: int) -> str:
     """Name of the component of a kind with this number: `optimizer`, `optimizer1`, …"""
     return component if number == 0 else f"{component}{number}"
 
@@ -70,18 +70,18 @@ class _Parts:
         self.components: dict[str, Any] = {}
         self.paths: dict[str, str] = {}
 
-    def add(self, component: str, value: Any, path: str) -> None:
+    def add_component(self, component: str, value: Any, path: str) -> None:
         number = 0
-        while numbered(component, number) in self.components:
+        while number_component(component, number) in self.components:
             number += 1
-        self.components[numbered(component, number)] = value
-        self.paths[numbered(component, number)] = path
+        self.components[number_component(component, number)] = value
+        self.paths[number_component(component, number)] = path
 
     def add_each(self, component: str, value: Any, path: str) -> None:
         """Add each item of a list, or of a dict by name; an empty one adds nothing."""
         items = enumerate(value) if isinstance(value, list | tuple) else value.items()
         for name, item in items:
-            self.add(component, item, f"{path}.{name}")
+            self.add_component(component, item, f"{path}.{name}")
 
     def add_rest(self, component: str, rest: dict[Any, Any]) -> None:
         """Add what is left of a dict, if anything."""
@@ -113,7 +113,7 @@ _LIGHTNING_OWN = (
 
 def _lightning(root: dict[Any, Any]) -> ComponentLayout:
     parts = _Parts()
-    parts.add("model", root["state_dict"], "state_dict")
+    parts.add_component("model", root["state_dict"], "state_dict")
     for name, component in (("optimizer_states", "optimizer"), ("lr_schedulers", "scheduler")):
         if isinstance(root.get(name), list):
             parts.add_each(component, root[name], name)
@@ -130,13 +130,13 @@ def _composer(root: dict[Any, Any], state: dict[Any, Any]) -> ComponentLayout:
     parts = _Parts()
     rest = dict(state)
     if "model" in rest:
-        parts.add("model", rest.pop("model"), "state.model")
+        parts.add_component("model", rest.pop("model"), "state.model")
     for name, component in (("optimizers", "optimizer"), ("schedulers", "scheduler")):
         if isinstance(rest.get(name), dict):
             parts.add_each(component, rest.pop(name), f"state.{name}")
     if "dataset_state" in rest:
-        parts.add("data", rest.pop("dataset_state"), "state.dataset_state")
-    parts.add("rng", root["rng"], "rng")
+        parts.add_component("data", rest.pop("dataset_state"), "state.dataset_state")
+    parts.add_component("rng", root["rng"], "rng")
     parts.add_rest("trainer", rest)
     other = {name: value for name, value in root.items() if name not in ("state", "rng")}
     parts.add_rest("state", other)
@@ -182,19 +182,19 @@ def _by_names(root: dict[Any, Any]) -> ComponentLayout | None:
         if is_list and component in ("optimizer", "scheduler"):
             parts.add_each(component, value, name)
         else:
-            parts.add(component, value, name)
+            parts.add_component(component, value, name)
     parts.add_rest("state", {name: value for name, value in root.items() if name not in found})
     engine = parts.components.get("trainer")
     is_ignite = isinstance(engine, dict) and {"epoch_length", "iteration"} <= engine.keys()
     return ComponentLayout(
         format="ignite" if is_ignite else "torch",
         components=parts.components,
-        step=_step(engine if is_ignite else root),
+        step=_find_step(engine if is_ignite else root),
         paths=parts.paths,
     )
 
 
-def _step(values: Any) -> int | None:
+def _find_step(values: Any) -> int | None:
     found = (_natural(values.get(name)) for name in _STEPS)
     return next((step for step in found if step is not None), None)
 

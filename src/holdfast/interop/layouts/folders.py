@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holdfast.interop.layouts.files import numbered
+from holdfast.interop.layouts.files import number_component
 
 STATE_FILE = "trainer_state.json"
 """File with the steps and the history of transformers' Trainer."""
@@ -57,7 +57,7 @@ def folder_layout(names: Sequence[str]) -> FolderLayout | None:
         return None
     found = FolderLayout(format=format)
     for name in sorted(names):
-        component = _component(name)
+        component = _match_component(name)
         if component is not None:
             found.components.setdefault(component, []).append(name)
         elif name in _WHY:
@@ -67,9 +67,9 @@ def folder_layout(names: Sequence[str]) -> FolderLayout | None:
     return found
 
 
-def _component(name: str) -> str | None:
+def _match_component(name: str) -> str | None:
     for component, pattern in _PATTERNS:
         match = pattern.fullmatch(name)
         if match is not None:
-            return numbered(component, int(match.groupdict().get("n") or 0))
+            return number_component(component, int(match.groupdict().get("n") or 0))
     return None

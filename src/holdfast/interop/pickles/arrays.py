@@ -42,7 +42,7 @@ _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _MAX_INT = 2**63 - 1
 
 
-def _dtype(machine: Machine, args: tuple[Any, ...]) -> NumpyDtype:
+def _make_dtype(machine: Machine, args: tuple[Any, ...]) -> NumpyDtype:
     code = args[0]
     if type(code) is not str or len(code) > 40:
         raise ValueError("no code of a dtype")
@@ -77,10 +77,10 @@ def _set_array(machine: Machine, target: ArrayValue, state: Any) -> None:
     _, shape, dtype, is_fortran, data = state
     if target.refusal.startswith("an array of class"):
         return
-    _fill(machine, target, shape, dtype, bool(is_fortran), data)
+    _fill_array(machine, target, shape, dtype, bool(is_fortran), data)
 
 
-def _fill(
+def _fill_array(
     machine: Machine, target: ArrayValue, shape: Any, dtype: Any, is_fortran: bool, data: Any
 ) -> None:
     if type(dtype) is not NumpyDtype:
@@ -116,7 +116,7 @@ def _frombuffer(machine: Machine, args: tuple[Any, ...]) -> ArrayValue:
     data, dtype, shape, order = args[:4]
     array = ArrayValue()
     machine.charge(160)
-    _fill(machine, array, shape, dtype, order == "F", data)
+    _fill_array(machine, array, shape, dtype, order == "F", data)
     return array
 
 
@@ -144,7 +144,7 @@ def _bit_generator(machine: Machine, args: tuple[Any, ...]) -> Generator:
     return Generator("numpy")
 
 
-def _generator(machine: Machine, args: tuple[Any, ...]) -> Generator:
+def _wrap_generator(machine: Machine, args: tuple[Any, ...]) -> Generator:
     return _wrapped("numpy", args)
 
 
@@ -198,11 +198,11 @@ def _set_seeds(machine: Machine, target: Seeds, state: Any) -> None:
 
 
 ARRAY_NAMES: Mapping[str, Constructor] = {
-    "numpy.dtype": _dtype,
+    "numpy.dtype": _make_dtype,
     "numpy._core.multiarray._reconstruct": _reconstruct,
     "numpy._core.multiarray.scalar": _scalar,
     "numpy._core.numeric._frombuffer": _frombuffer,
-    "numpy.random._pickle.__generator_ctor": _generator,
+    "numpy.random._pickle.__generator_ctor": _wrap_generator,
     "numpy.random._pickle.__randomstate_ctor": _random_state,
     "numpy.random._pickle.__bit_generator_ctor": _bit_generator,
     "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _seeds,

@@ -28,7 +28,7 @@ def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return all(size == 1 or stride == plain for size, stride, plain in dense)
 
 
-def gather(
+def gather_strided(
     read_into: ReadInto,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -45,10 +45,10 @@ def gather(
     """
     for begin in range(0, memory.nbytes, PIECE_NBYTES):
         part = memory.cast("B")[begin : begin + PIECE_NBYTES]
-        _gather(read_into, shape, strides, offset, item_nbytes, start + begin, part)
+        _gather_items(read_into, shape, strides, offset, item_nbytes, start + begin, part)
 
 
-def _gather(
+def _gather_items(
     read_into: ReadInto,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -67,7 +67,7 @@ def _gather(
     for firsts, sizes in boxes(shape, low, high):
         count = math.prod(sizes)
         first = offset + sum(at * stride for at, stride in zip(firsts, strides, strict=True))
-        _fill(read_into, flat[done : done + count].reshape(sizes), first, strides)
+        _gather_elements(read_into, flat[done : done + count].reshape(sizes), first, strides)
         done += count
     if not exact:
         begin = start - low * item_nbytes
@@ -98,7 +98,7 @@ def boxes(
     yield from boxes(shape, whole * row, high)
 
 
-def _fill(
+def _gather_elements(
     read_into: ReadInto, target: np.ndarray[Any, Any], first: int, strides: tuple[int, ...]
 ) -> None:
     """Fill an array from the storage's element `first` on, with few reads."""
@@ -120,6 +120,6 @@ def _fill(
         part = target[(slice(None),) * widest + (slice(at, at + block),)]
         if block == 1:  # without this dimension
             rest = strides[:widest] + strides[widest + 1 :]
-            _fill(read_into, part.squeeze(widest), first + at * strides[widest], rest)
+            _gather_elements(read_into, part.squeeze(widest), first + at * strides[widest], rest)
         else:
-            _fill(read_into, part, first + at * strides[widest], strides)
+            _gather_elements(read_into, part, first + at * strides[widest], strides)

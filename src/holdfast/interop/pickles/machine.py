@@ -47,7 +47,7 @@ _MAX_LINE = 1 << 20
 
 
 class Machine:
-    """Reads pickles from a file, one at each `load`.
+    """Reads pickles from a file, one at each `read_pickle`.
 
     `constructors` are by name; `constants` are descriptions of names that are values, such as
     dtypes. `setters` are by class of description. Calls of a name in `records` become
@@ -78,14 +78,14 @@ class Machine:
         self._persistent = persistent
         self._globals: dict[str, Any] = {}
         self._num_other_keys = 0
-        self._reset()
+        self._clear_stack()
 
-    def _reset(self) -> None:
+    def _clear_stack(self) -> None:
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
         self._memo: list[Any] = []
 
-    def load(self) -> Any:
+    def read_pickle(self) -> Any:
         """Read one pickle and return the description of its value.
 
         Raises:
@@ -93,10 +93,10 @@ class Machine:
             CorruptData: the file ends inside it.
             LimitExceeded: it costs more memory or work than it may.
         """
-        self._reset()
+        self._clear_stack()
         position = self._file.tell()
         try:
-            return self._run()
+            return self._run_operations()
         except HoldfastError as err:
             raise type(err)(f"{self.what}: {err}") from err
         except _MALFORMED as err:
@@ -104,7 +104,7 @@ class Machine:
                 f"{self.what}: not a valid pickle at byte {position:,}: {str(err)[:200]}"
             ) from err
 
-    def _run(self) -> Any:
+    def _run_operations(self) -> Any:
         read, operations = self._read, _OPERATIONS
         left = self.budget.operations
         try:
@@ -131,14 +131,14 @@ class Machine:
 
     # Bytes of the file.
 
-    def _take(self, count: int) -> bytes:
+    def _read_exactly(self, count: int) -> bytes:
         data = self._read(count)
         if len(data) != count:
             raise CorruptData("the pickle ends inside a value; the file is cut short")
         return data
 
-    def _number(self, count: int) -> int:
-        return int.from_bytes(self._take(count), "little")
+    def _read_integer(self, count: int) -> int:
+        return int.from_bytes(self._read_exactly(count), "little")
 
     def _line(self) -> bytes:
         line = self._file.readline(_MAX_LINE)
@@ -151,11 +151,11 @@ class Machine:
         if count > MAX_LEAF_NBYTES:
             raise LimitExceeded(f"a value of {count:,} bytes; at most {MAX_LEAF_NBYTES:,} may be")
         self.charge(count + 40)
-        return self._take(count)
+        return self._read_exactly(count)
 
     # What calls and states become.
 
-    def call(self, callee: Any, args: Any) -> Any:
+    def describe_call(self, callee: Any, args: Any) -> Any:
         """Make the description of a call; nothing is called but our own constructors."""
         if type(args) is not tuple:
             raise FormatError("calls something without a tuple of arguments")
@@ -189,7 +189,7 @@ class Machine:
             self._globals[full] = found
         return found
 
-    def _mark(self) -> list[Any]:
+    def _pop_to_mark(self) -> list[Any]:
         items = self._stack
         self._stack = self._below.pop()
         return items
@@ -197,12 +197,12 @@ class Machine:
     # Operations.
 
     def _op_proto(self) -> None:
-        version = self._number(1)
+        version = self._read_integer(1)
         if version > HIGHEST_PROTOCOL:
             raise FormatError(f"protocol {version}; at most {HIGHEST_PROTOCOL} is known")
 
     def _op_frame(self) -> None:
-        self._take(8)
+        self._read_exactly(8)
 
     def _op_mark(self) -> None:
         self.charge(88)
@@ -213,10 +213,10 @@ class Machine:
         if self._stack:
             del self._stack[-1]
         else:
-            self._mark()
+            self._pop_to_mark()
 
     def _op_pop_mark(self) -> None:
-        self._mark()
+        self._pop_to_mark()
 
     def _op_dup(self) -> None:
         self._stack.append(self._stack[-1])
@@ -248,26 +248,26 @@ class Machine:
 
     def _op_binint(self) -> None:
         self.charge(32)
-        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
+        self._stack.append(int.from_bytes(self._read_exactly(4), "little", signed=True))
 
     def _op_binint1(self) -> None:
-        self._stack.append(self._take(1)[0])
+        self._stack.append(self._read_exactly(1)[0])
 
     def _op_binint2(self) -> None:
         self.charge(32)
-        self._stack.append(self._number(2))
+        self._stack.append(self._read_integer(2))
 
     def _op_long1(self) -> None:
-        self._long(self._number(1))
+        self._long(self._read_integer(1))
 
     def _op_long4(self) -> None:
-        self._long(self._number(4))
+        self._long(self._read_integer(4))
 
     def _long(self, count: int) -> None:
         if count > MAX_INT_NBYTES:
             raise LimitExceeded(f"an integer of {count:,} bytes; at most {MAX_INT_NBYTES:,} may be")
         self.charge(32 + 8 * count)  # writing it as text takes quadratic time
-        self._stack.append(int.from_bytes(self._take(count), "little", signed=True))
+        self._stack.append(int.from_bytes(self._read_exactly(count), "little", signed=True))
 
     def _op_float(self) -> None:
         line = self._line()
@@ -277,7 +277,7 @@ class Machine:
 
     def _op_binfloat(self) -> None:
         self.charge(24)
-        self._stack.append(struct.unpack(">d", self._take(8))[0])
+        self._stack.append(struct.unpack(">d", self._read_exactly(8))[0])
 
     def _op_string(self) -> None:
         line = self._line()
@@ -287,10 +287,10 @@ class Machine:
         self._push_python2(raw)
 
     def _op_binstring(self) -> None:
-        self._push_python2(self._leaf(self._number(4)))
+        self._push_python2(self._leaf(self._read_integer(4)))
 
     def _op_short_binstring(self) -> None:
-        self._push_python2(self._leaf(self._number(1)))
+        self._push_python2(self._leaf(self._read_integer(1)))
 
     def _push_python2(self, raw: bytes) -> None:
         """Push the `str` of Python 2: text where it is UTF-8, else bytes."""
@@ -307,44 +307,44 @@ class Machine:
         self._push_text(str(self._line(), "raw-unicode-escape"))
 
     def _op_binunicode(self) -> None:
-        self._text(self._number(4))
+        self._push_decoded(self._read_integer(4))
 
     def _op_short_binunicode(self) -> None:
-        self._text(self._number(1))
+        self._push_decoded(self._read_integer(1))
 
     def _op_binunicode8(self) -> None:
-        self._text(self._number(8))
+        self._push_decoded(self._read_integer(8))
 
-    def _text(self, count: int) -> None:
+    def _push_decoded(self, count: int) -> None:
         self._push_text(str(self._leaf(count), "utf-8", "surrogatepass"))
 
     def _op_binbytes(self) -> None:
-        self._bytes(self._number(4))
+        self._bytes(self._read_integer(4))
 
     def _op_short_binbytes(self) -> None:
-        self._bytes(self._number(1))
+        self._bytes(self._read_integer(1))
 
     def _op_binbytes8(self) -> None:
-        self._bytes(self._number(8))
+        self._bytes(self._read_integer(8))
 
     def _bytes(self, count: int) -> None:
         if count <= SPAN_NBYTES:
             self._stack.append(self._leaf(count))
         else:
-            self._stack.append(self._span(count, is_mutable=False))
+            self._stack.append(self._skip_span(count, is_mutable=False))
 
     def _op_bytearray8(self) -> None:
-        count = self._number(8)
+        count = self._read_integer(8)
         if count <= SPAN_NBYTES:
             self._stack.append(ByteArray(self._leaf(count)))
         else:
-            self._stack.append(self._span(count, is_mutable=True))
+            self._stack.append(self._skip_span(count, is_mutable=True))
 
-    def _span(self, count: int, *, is_mutable: bool) -> Span:
+    def _skip_span(self, count: int, *, is_mutable: bool) -> Span:
         self.charge(120)
         start = self._file.tell()
         self._file.seek(count - 1, io.SEEK_CUR)
-        self._take(1)
+        self._read_exactly(1)
         return Span(start, count, is_mutable)
 
     def _op_empty_list(self) -> None:
@@ -363,12 +363,12 @@ class Machine:
         self._stack.append(set())
 
     def _op_list(self) -> None:
-        items = self._mark()
+        items = self._pop_to_mark()
         self.charge(80 + 10 * len(items))
         self._stack.append(items)
 
     def _op_tuple(self) -> None:
-        self._tuple(self._mark())
+        self._tuple(self._pop_to_mark())
 
     def _op_tuple1(self) -> None:
         self._tuple([self._stack.pop()])
@@ -390,20 +390,20 @@ class Machine:
         self._stack.append(tuple(items))
 
     def _op_dict(self) -> None:
-        items = self._mark()
+        items = self._pop_to_mark()
         self.charge(96)
         self._stack.append({})
         self._set_items(items)
 
     def _op_frozenset(self) -> None:
-        items = self.checked_keys(self._mark(), cost=120)
+        items = self.checked_keys(self._pop_to_mark(), cost=120)
         self._stack.append(frozenset(items))
 
     def _op_append(self) -> None:
         self._append([self._stack.pop()])
 
     def _op_appends(self) -> None:
-        self._append(self._mark())
+        self._append(self._pop_to_mark())
 
     def _append(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -418,7 +418,7 @@ class Machine:
         self._set_items([self._stack.pop(), value])
 
     def _op_setitems(self) -> None:
-        self._set_items(self._mark())
+        self._set_items(self._pop_to_mark())
 
     def _set_items(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -430,7 +430,7 @@ class Machine:
         target.update(zip(keys, items[1::2], strict=True))
 
     def _op_additems(self) -> None:
-        items = self._mark()
+        items = self._pop_to_mark()
         target = self._stack[-1]
         if type(target) is set:
             target.update(self.checked_keys(items, cost=120))
@@ -453,18 +453,18 @@ class Machine:
         return keys
 
     def _op_put(self) -> None:
-        self._put(int(self._line()[:20]))
+        self._remember_value(int(self._line()[:20]))
 
     def _op_binput(self) -> None:
-        self._put(self._take(1)[0])
+        self._remember_value(self._read_exactly(1)[0])
 
     def _op_long_binput(self) -> None:
-        self._put(self._number(4))
+        self._remember_value(self._read_integer(4))
 
     def _op_memoize(self) -> None:
         self._memo.append(self._stack[-1])
 
-    def _put(self, place: int) -> None:
+    def _remember_value(self, place: int) -> None:
         """Remember the last value. Picklers number values in order, Python 2 from 1 on."""
         memo = self._memo
         if place == len(memo):
@@ -480,10 +480,10 @@ class Machine:
         self._get(int(self._line()[:20]))
 
     def _op_binget(self) -> None:
-        self._get(self._take(1)[0])
+        self._get(self._read_exactly(1)[0])
 
     def _op_long_binget(self) -> None:
-        self._get(self._number(4))
+        self._get(self._read_integer(4))
 
     def _get(self, place: int) -> None:
         if not 0 <= place < len(self._memo) or self._memo[place] is _MISSING:
@@ -500,20 +500,20 @@ class Machine:
 
     def _op_inst(self) -> None:
         module, name = self._line(), self._line()
-        args = self._mark()
+        args = self._pop_to_mark()
         self.charge(56 + 8 * len(args))
         callee = self._global(module.decode("utf-8"), name.decode("utf-8"))
-        self._stack.append(self.call(callee, tuple(args)))
+        self._stack.append(self.describe_call(callee, tuple(args)))
 
     def _op_obj(self) -> None:
-        args = self._mark()
+        args = self._pop_to_mark()
         callee = args.pop(0)
         self.charge(56 + 8 * len(args))
-        self._stack.append(self.call(callee, tuple(args)))
+        self._stack.append(self.describe_call(callee, tuple(args)))
 
     def _op_reduce(self) -> None:
         args = self._stack.pop()
-        self._stack.append(self.call(self._stack.pop(), args))
+        self._stack.append(self.describe_call(self._stack.pop(), args))
 
     def _op_newobj_ex(self) -> None:
         named = self._stack.pop()
@@ -526,7 +526,7 @@ class Machine:
             self.charge(100)
             self._stack.append(Unknown(name, (args, named)))
         else:
-            self._stack.append(self.call(callee, args))
+            self._stack.append(self.describe_call(callee, args))
 
     def _op_build(self) -> None:
         state = self._stack.pop()
@@ -543,7 +543,7 @@ class Machine:
                     f"{type(target).__name__}: a wrong state: {str(err)[:200]}"
                 ) from err
         else:
-            raise FormatError(f"sets the state of a {_kind(target)}")
+            raise FormatError(f"sets the state of a {_name_type(target)}")
 
     def _op_persid(self) -> None:
         self._stack.append(self._by_id(self._line().decode("utf-8")))
@@ -573,7 +573,7 @@ def _check_key(key: Any, room: int) -> int:
     return room
 
 
-def _kind(value: Any) -> str:
+def _name_type(value: Any) -> str:
     return f"name ({value.name})" if isinstance(value, Global | DtypeName) else type(value).__name__
 
 

@@ -150,7 +150,7 @@ def _rebuild_from_type(machine: Machine, args: tuple[Any, ...]) -> Any:
         raise ValueError("no class of tensor")
     if kind.name not in plain or not function.name.startswith("torch._utils._rebuild_"):
         return Unknown(kind.name, inner if type(inner) is tuple else ())
-    return machine.call(function, inner)
+    return machine.describe_call(function, inner)
 
 
 def _refuse_tensor(why: str) -> Constructor:
@@ -174,7 +174,7 @@ def _torch_version(machine: Machine, args: tuple[Any, ...]) -> str:
     return text
 
 
-def _device(machine: Machine, args: tuple[Any, ...]) -> DeviceName:
+def _build_device(machine: Machine, args: tuple[Any, ...]) -> DeviceName:
     name = ":".join(str(part) for part in args[:2] if type(part) in (str, int))
     return DeviceName(checked_device(name))
 
@@ -332,7 +332,7 @@ def _timezone(machine: Machine, args: tuple[Any, ...]) -> Any:
     return Refusal("a time zone with a name of its own") if name else datetime.timezone(offset)
 
 
-def _path(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _build_path(machine: Machine, args: tuple[Any, ...]) -> Any:
     machine.charge(200 + 100 * len(args))
     if any(type(part) is not str for part in args):
         raise ValueError("not parts of a path")
@@ -341,7 +341,7 @@ def _path(machine: Machine, args: tuple[Any, ...]) -> Any:
 
 
 def _windows_path(machine: Machine, args: tuple[Any, ...]) -> Any:
-    _path(machine, args)
+    _build_path(machine, args)
     return pathlib.Path(pathlib.PureWindowsPath(*args).as_posix())
 
 
@@ -364,7 +364,7 @@ def enumerated(value: Unknown) -> EnumValue | None:
 
 
 _PATHS: dict[str, Constructor] = {
-    f"{module}.{name}": _windows_path if name == "WindowsPath" else _path
+    f"{module}.{name}": _windows_path if name == "WindowsPath" else _build_path
     for module in ("pathlib", "pathlib._local")
     # No PureWindowsPath: a tree has paths of this machine only, which would be other ones.
     for name in ("Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath")
@@ -385,7 +385,7 @@ CONSTRUCTORS: Mapping[str, Constructor] = {
         "a meta tensor, which has no data"
     ),
     "torch.Size": _torch_size,
-    "torch.device": _device,
+    "torch.device": _build_device,
     "torch.torch_version.TorchVersion": _torch_version,
     "torch._C.Generator": _torch_generator,
     "random.Random": _python_random,

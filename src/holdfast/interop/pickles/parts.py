@@ -23,7 +23,7 @@ from holdfast.format.nodes import (
     SizeTuple,
     TensorRef,
 )
-from holdfast.format.objects import join
+from holdfast.format.objects import join_path
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.pickles.budget import LIFTED, bound
 from holdfast.interop.pickles.names import enumerated
@@ -104,7 +104,7 @@ def convert(
         LimitExceeded: more values than a component may have.
     """
     builder = _Builder(component, where or component)
-    tree = builder.value(description, None, 1)
+    tree = builder.build_tree(description, None, 1)
     if tree is _OUT:
         raise NothingKept(builder.left_out)
     found = kind or ("module" if _is_state_dict(tree) else "tree")
@@ -157,12 +157,12 @@ class _Builder:
         place = self.places[key]
         return (place.data.start if isinstance(place.data, Span) else -1, place.offset)
 
-    def value(self, value: Any, path: _Path, level: int) -> Any:
+    def build_tree(self, value: Any, path: _Path, level: int) -> Any:
         """The typed tree of a description, or `_OUT` where it is left out."""
         self._spend(1)
         kind = type(value)
         if kind in _PLAIN:
-            return self._plain(value, path)
+            return self._build_plain(value, path)
         convert = _CONVERTERS.get(kind)
         if convert is not None:
             if kind in _CONTAINERS:
@@ -180,7 +180,7 @@ class _Builder:
                 f"use; {LIFTED}"
             )
 
-    def _text(self, path: _Path) -> str:
+    def _join_path(self, path: _Path) -> str:
         """Join a path, which is charged for."""
         names = []
         while path is not None:
@@ -200,8 +200,10 @@ class _Builder:
         of = self._component if self._has_tensors(lost) else ""
         # Lost tensors are recorded also behind many values without any.
         if len(self.left_out) < (2 * MAX_LEFT_OUT if of else MAX_LEFT_OUT):
-            text = self._text(path)
-            self.left_out.append(LeftOut(join(self._where, text) if text else self._where, why, of))
+            text = self._join_path(path)
+            self.left_out.append(
+                LeftOut(join_path(self._where, text) if text else self._where, why, of)
+            )
         else:
             self.num_more_out += 1
         return _OUT
@@ -223,7 +225,7 @@ class _Builder:
                 waiting += found.values() if isinstance(found, Mapping) else found
         return False
 
-    def _plain(self, value: Any, path: _Path) -> Any:
+    def _build_plain(self, value: Any, path: _Path) -> Any:
         if type(value) in (str, bytes) and len(value) > MAX_TEXT:
             return self._out(path, f"{len(value):,} characters or bytes in one value")
         try:
@@ -254,13 +256,13 @@ class _Builder:
             return self._out(path, "a container that contains itself")
         self._spend(found.weight)
         if found.num_tensors:
-            self._spend_paths(found.paths_nbytes + found.num_tensors * len(self._text(path)))
+            self._spend_paths(found.paths_nbytes + found.num_tensors * len(self._join_path(path)))
             self._num_tensors += found.num_tensors
         return found.value
 
     def _items(self, value: Any, path: _Path, level: int) -> Any:
         """The items of a list or a tuple; without one of them the others would be misplaced."""
-        made = [self.value(item, (path, n), level + 1) for n, item in enumerate(value)]
+        made = [self.build_tree(item, (path, n), level + 1) for n, item in enumerate(value)]
         if not any(item is _OUT for item in made):
             return made
         others = [item for item, one in zip(value, made, strict=True) if one is not _OUT]
@@ -275,24 +277,24 @@ class _Builder:
         made = self._items(value, path, level)
         return made if made is _OUT else tuple(made)
 
-    def _members(self, value: Any, path: _Path, level: int) -> Any:
-        made = [self._key(item, path, level + 1, item) for item in value]
+    def _build_set(self, value: Any, path: _Path, level: int) -> Any:
+        made = [self._build_key(item, path, level + 1, item) for item in value]
         if any(item is _OUT for item in made):
             return _OUT
         return type(value)(made)
 
-    def _pairs(self, value: Mapping[Any, Any], path: _Path, level: int) -> dict[Any, Any]:
+    def _build_items(self, value: Mapping[Any, Any], path: _Path, level: int) -> dict[Any, Any]:
         made: dict[Any, Any] = {}
         for key, item in value.items():
-            known = self._key(key, path, level + 1, item)
+            known = self._build_key(key, path, level + 1, item)
             if known is _OUT:
                 continue
-            inner = self.value(item, (path, _named(key)), level + 1)
+            inner = self.build_tree(item, (path, _format_path_key(key)), level + 1)
             if inner is not _OUT:
                 made[known] = inner
         return made
 
-    def _key(self, key: Any, path: _Path, level: int, lost: Any = None) -> Any:
+    def _build_key(self, key: Any, path: _Path, level: int, lost: Any = None) -> Any:
         if type(key) is str:
             if len(key) > MAX_KEY:
                 why = f"an item under a key of {len(key):,} characters"
@@ -302,30 +304,30 @@ class _Builder:
             return self._out(path, f"an item under {ascii(key)[:80]}, not Unicode", lost=lost)
         if isinstance(key, TensorView | ArrayValue | Generator):
             return self._out(path, "a tensor, an array or a generator as a key", lost=lost)
-        return self.value(key, (path, _named(key)), level)
+        return self.build_tree(key, (path, _format_path_key(key)), level)
 
     def _dict(self, value: Any, path: _Path, level: int) -> Any:
-        return self._pairs(value, path, level)
+        return self._build_items(value, path, level)
 
     def _ordered(self, value: Any, path: _Path, level: int) -> Any:
-        return OrderedDict(self._pairs(value, path, level))
+        return OrderedDict(self._build_items(value, path, level))
 
-    def _counted(self, value: Any, path: _Path, level: int) -> Any:
+    def _build_counter(self, value: Any, path: _Path, level: int) -> Any:
         made: Counter[Any] = Counter()
-        dict.update(made, self._pairs(value, path, level))
+        dict.update(made, self._build_items(value, path, level))
         return made
 
     def _default(self, value: Any, path: _Path, level: int) -> Any:
         self._out(path, "the factory of a defaultdict; its items are kept as a dict")
-        return self._pairs(value, path, level)
+        return self._build_items(value, path, level)
 
     def _namespace(self, value: Any, path: _Path, level: int) -> Any:
         self._out(path, "the class of a namespace; its attributes are kept as a dict")
-        return self._pairs(value, path, level)
+        return self._build_items(value, path, level)
 
     # Tensors, arrays and generators.
 
-    def _tensor(self, value: TensorView, path: _Path, level: int) -> Any:
+    def _build_tensor(self, value: TensorView, path: _Path, level: int) -> Any:
         if value.storage.data is None:
             return self._out(path, "a tensor whose bytes are not in the file", lost=value)
         key = self._placed(
@@ -338,7 +340,7 @@ class _Builder:
         order = memory_order(value.shape, value.strides)
         return TensorRef(key, value.storage.device, value.grad, value.parameter, order)
 
-    def _array(self, value: ArrayValue, path: _Path, level: int) -> Any:
+    def _build_array(self, value: ArrayValue, path: _Path, level: int) -> Any:
         if value.refusal:
             return self._out(path, value.refusal, lost=value)
         strides = row_major(value.shape, is_fortran=value.is_fortran)
@@ -357,7 +359,7 @@ class _Builder:
         """The key of a tensor: the first path at which it is."""
         self._spend(7)
         self._num_tensors += 1
-        text = self._text(path) or "tensor"
+        text = self._join_path(path) or "tensor"
         found = self._keys.get(who)
         if found is not None:
             return found
@@ -371,12 +373,12 @@ class _Builder:
         self.places[key] = place
         return key
 
-    def _generator(self, value: Generator, path: _Path, level: int) -> Any:
+    def _build_generator(self, value: Generator, path: _Path, level: int) -> Any:
         if level > MAX_LEVEL:
             return self._out(path, "nested too deeply")
         if "state" not in value.members:
             return self._out(path, "a random generator without its state")
-        members = self._pairs(value.members, path, level)
+        members = self._build_items(value.members, path, level)
         return GeneratorState(value.kind, members) if "state" in members else _OUT
 
     # What is left out.
@@ -384,17 +386,17 @@ class _Builder:
     def _unknown(self, value: Unknown, path: _Path, level: int) -> Any:
         member = enumerated(value)
         if member is not None:
-            inner = self.value(member.value, path, level + 1)
+            inner = self.build_tree(member.value, path, level + 1)
             return inner if inner is _OUT else EnumValue(member.type, None, inner)
         return self._out(path, f"an object of {value.name}, which is not carried over", lost=value)
 
     def _global(self, value: Global, path: _Path, level: int) -> Any:
         return self._out(path, f"the class or function {value.name}")
 
-    def _refused(self, value: Refusal, path: _Path, level: int) -> Any:
+    def _omit_refused(self, value: Refusal, path: _Path, level: int) -> Any:
         return self._out(path, value.why, lost=value)
 
-    def _span(self, value: Span, path: _Path, level: int) -> Any:
+    def _omit_span(self, value: Span, path: _Path, level: int) -> Any:
         return self._out(path, f"{value.nbytes:,} bytes in one value; such belong into a tensor")
 
     def _bytearray(self, value: ByteArray, path: _Path, level: int) -> Any:
@@ -413,7 +415,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _named(key: Any) -> Any:
+def _format_path_key(key: Any) -> Any:
     """Return the text that stands for a key in a path."""
     if type(key) is str or (type(key) is int and key.bit_length() <= 64):
         return key
@@ -470,20 +472,20 @@ _CONTAINERS = frozenset(
 _CONVERTERS: dict[type, Any] = {
     list: _Builder._list,
     tuple: _Builder._tuple,
-    set: _Builder._members,
-    frozenset: _Builder._members,
+    set: _Builder._build_set,
+    frozenset: _Builder._build_set,
     dict: _Builder._dict,
     OrderedItems: _Builder._ordered,
-    CountedItems: _Builder._counted,
+    CountedItems: _Builder._build_counter,
     DefaultItems: _Builder._default,
     NamespaceItems: _Builder._namespace,
-    TensorView: _Builder._tensor,
-    ArrayValue: _Builder._array,
-    Generator: _Builder._generator,
+    TensorView: _Builder._build_tensor,
+    ArrayValue: _Builder._build_array,
+    Generator: _Builder._build_generator,
     Unknown: _Builder._unknown,
     Global: _Builder._global,
-    Refusal: _Builder._refused,
-    Span: _Builder._span,
+    Refusal: _Builder._omit_refused,
+    Span: _Builder._omit_span,
     ByteArray: _Builder._bytearray,
     Storage: _Builder._storage,
     StorageKind: _Builder._storage,

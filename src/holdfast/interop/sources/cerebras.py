@@ -81,7 +81,7 @@ class CerebrasFile(Source):
     def __init__(self, path: Path) -> None:
         """Read its tree, and where its tensors are."""
         self.url = str(path)
-        self._file = LocalFile.open(path)
+        self._file = LocalFile.open_regular(path)
         self._lock = threading.Lock()
         self._bands: dict[tuple[str, int], memoryview] = {}
         try:
@@ -90,14 +90,14 @@ class CerebrasFile(Source):
                 tree = reader.tree()
             self.left_out = reader.left_out
             self._places, self._specs = reader.places, reader.specs
-            self.parts = self._parts(tree)
+            self.parts = self._make_components(tree)
         except BaseException:
             self.close()
             raise
         step = tree.get("global_step")
         self.step = step if type(step) is int and step >= 0 else None
 
-    def _parts(self, tree: Mapping[Any, Any]) -> dict[str, SourceComponent]:
+    def _make_components(self, tree: Mapping[Any, Any]) -> dict[str, SourceComponent]:
         components: dict[str, Any] = {}
         state: dict[Any, Any] = {}
         for name, value in tree.items():
@@ -106,19 +106,19 @@ class CerebrasFile(Source):
             into[name] = value
         if state:
             components[STATE] = state
-        return {name: self._part(name, value) for name, value in components.items()}
+        return {name: self._make_component(name, value) for name, value in components.items()}
 
-    def _part(self, name: str, value: Any) -> SourceComponent:
+    def _make_component(self, name: str, value: Any) -> SourceComponent:
         keys = {
             leaf.key for leaf in SourceComponent(kind="tree", tree=value, specs={}).leaves.values()
         }
-        specs = {key: self._specs[key] for key in sorted(keys, key=self._start)}
+        specs = {key: self._specs[key] for key in sorted(keys, key=self._find_start)}
         is_module = name == MODEL and isinstance(value, dict)
         if is_module and all(isinstance(one, TensorRef) for one in value.values()):
             return SourceComponent(kind="module", tree=dict(value), specs=specs)
         return SourceComponent(kind="tree", tree=value, specs=specs)
 
-    def _start(self, key: str) -> int:
+    def _find_start(self, key: str) -> int:
         place = self._places[key]
         if isinstance(place, Chunked):
             return int(place.start[0])
@@ -262,7 +262,7 @@ class _Reader:
         tree: dict[str, Any] = {}
         if "__spec__" in self.h5.attributes():
             self.left_out.append(LeftOut(path="__spec__", why=_PICKLE))
-        for raw in self.h5.names():
+        for raw in self.h5.list_datasets():
             names = self.h5.attributes(raw)
             told = {
                 name: "" if name == "__BYTES__" else self.h5.attribute(name, raw) for name in names

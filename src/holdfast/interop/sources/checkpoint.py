@@ -104,11 +104,13 @@ class CheckpointSource(Source):
             ]
             self._index = read_index(store, entry.folder, entry.manifest)
             self._places: dict[str, dict[str, _Place]] = {}
-            self.parts = {name: self._part(store, entry.manifest, name) for name in left.whole}
+            self.parts = {
+                name: self._read_component(store, entry.manifest, name) for name in left.whole
+            }
             self._blocks = self._checked_blocks(store, entry.manifest)
             self._stack = stack.pop_all()
 
-    def _part(self, store: Store, manifest: Manifest, name: str) -> SourceComponent:
+    def _read_component(self, store: Store, manifest: Manifest, name: str) -> SourceComponent:
         data = read_tree(store, self.folder, name, manifest, self._index)
         table = self._index.components[name]
         specs, self._places[name] = _ordered(table)
@@ -131,7 +133,7 @@ class CheckpointSource(Source):
             for file in self._index.components[name].shards.files:
                 entry = manifest.files[file]
                 check_size(store, f"{self.folder}/{file}", entry)
-                files[file] = FileBlocks.of(self.folder, file, entry, self._index)
+                files[file] = FileBlocks.from_entries(self.folder, file, entry, self._index)
         nbytes = {file: manifest.files[file].nbytes for file in files}
         return CheckedBlocks(store, files, nbytes, self._index.block_nbytes)
 
@@ -140,7 +142,7 @@ class CheckpointSource(Source):
         with _naming(component, key):
             place = self._places[component].get(key)
             if place is not None:
-                self._blocks.copy(place.file, place.start + start, memory)
+                self._blocks.fill_memory(place.file, place.start + start, memory)
             else:
                 self._assemble(component, key, start, memory)
 
@@ -200,12 +202,12 @@ class CheckpointSource(Source):
         at = table.shards
         file, start = at.files[at.file[part.shard]], int(at.start[part.shard])
         if part.is_run:
-            run = target[part.at * item :][: part.count * item]
-            self._blocks.copy(file, start + part.first * item, memoryview(run))
+            run = target[part.at * item :][: part.num_elements * item]
+            self._blocks.fill_memory(file, start + part.first * item, memoryview(run))
             return
         read: Any = np.empty(part.length * item, np.uint8)
-        self._blocks.copy(file, start + part.first * item, memoryview(read))
-        part.copy(read, target, item)
+        self._blocks.fill_memory(file, start + part.first * item, memoryview(read))
+        part.copy_range(read, target, item)
 
 
 @contextmanager

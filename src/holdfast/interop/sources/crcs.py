@@ -28,7 +28,7 @@ class MemberCrc:
         """First byte of each piece that was read → the byte after its last one, and its CRC."""
         self._nbytes_read = 0
 
-    def add(self, start: int, memory: memoryview) -> None:
+    def add_bytes(self, start: int, memory: memoryview) -> None:
         """Add bytes of the member that were read, from its byte `start` on.
 
         Pieces that overlap are not put together, so nothing is compared then.
@@ -40,16 +40,16 @@ class MemberCrc:
             known, _ = self._pieces.get(start, (start, 0))
             self._pieces[start] = piece
             self._nbytes_read += piece[0] - known
-            found = self._whole() if self._nbytes_read >= self._nbytes else None
+            found = self._finish_crc() if self._nbytes_read >= self._nbytes else None
         if found is not None and found != self._crc:
             raise CorruptData(f"{self._what} is not what was written: its CRC-32 differs")
 
-    def _whole(self) -> int | None:
+    def _finish_crc(self) -> int | None:
         """Return the CRC of the member if its pieces are whole, and forget them."""
         at = crc = 0
         while at < self._nbytes and at in self._pieces:
             stop, of_piece = self._pieces[at]
-            crc, at = joined(crc, of_piece, stop - at), stop
+            crc, at = join_crcs(crc, of_piece, stop - at), stop
         if at != self._nbytes:
             return None
         self._pieces.clear()
@@ -57,7 +57,7 @@ class MemberCrc:
         return crc
 
 
-def joined(first: int, second: int, second_nbytes: int) -> int:
+def join_crcs(first: int, second: int, second_nbytes: int) -> int:
     """Return the CRC-32 of two runs of bytes, one behind the other, from those of each."""
     return _product(_shift(second_nbytes), first) ^ second
 

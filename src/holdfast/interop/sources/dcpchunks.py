@@ -16,7 +16,7 @@ from holdfast.format.tensors import ITEM_NBYTES, header_nbytes, parse_header
 from holdfast.interop.boxes import overlaps
 from holdfast.interop.files import LocalFile
 from holdfast.interop.pickles.budget import PickleBudget
-from holdfast.interop.pickles.gather import gather, is_row_major
+from holdfast.interop.pickles.gather import gather_strided, is_row_major
 from holdfast.interop.pickles.parts import row_major
 from holdfast.interop.pickles.values import Span, TensorView
 from holdfast.interop.sources.dcpmetadata import ChunkedTensor, ItemPlace
@@ -80,24 +80,24 @@ class FolderFiles:
         self._open: list[LocalFile] = []
         try:
             for path in self._paths[:MAX_OPEN_FILES]:
-                self._open.append(LocalFile.open(path))
+                self._open.append(LocalFile.open_regular(path))
         except BaseException:
-            self.close()
+            self.close_all_files()
             raise
 
     @contextmanager
-    def opened(self, number: int) -> Iterator[LocalFile]:
+    def open_numbered(self, number: int) -> Iterator[LocalFile]:
         """Give a file to read from."""
         if number < len(self._open):
             yield self._open[number]
             return
-        file = LocalFile.open(self._paths[number])
+        file = LocalFile.open_regular(self._paths[number])
         try:
             yield file
         finally:
             file.close()
 
-    def check(self, name: str, place: ItemPlace) -> None:
+    def check_item_place(self, name: str, place: ItemPlace) -> None:
         """Check that an item lies in its file."""
         nbytes = self._nbytes[place.file]
         if place.start + place.nbytes > nbytes:
@@ -106,7 +106,7 @@ class FolderFiles:
                 f"{place.start + place.nbytes:,}"
             )
 
-    def close(self) -> None:
+    def close_all_files(self) -> None:
         """Close all of them."""
         for file in self._open:
             file.close()
@@ -155,12 +155,12 @@ class Chunks:
         numbers = np.arange(len(tensor.places))
         for part in overlaps(tensor.shape, numbers, tensor.boxes, low, high):
             if part.is_run:
-                place = memory[part.at * item :][: part.count * item]
+                place = memory[part.at * item :][: part.num_elements * item]
                 self._read_chunk(tensor, part.shard, part.first * item, place)
                 continue
             read = np.empty(part.length * item, np.uint8)
             self._read_chunk(tensor, part.shard, part.first * item, memoryview(read.data))
-            part.copy(read, target, item)
+            part.copy_range(read, target, item)
 
     def _read_chunk(
         self, tensor: ChunkedTensor, number: int, start: int, memory: memoryview
@@ -168,8 +168,10 @@ class Chunks:
         place = tensor.places[number]
         item = ITEM_NBYTES[tensor.dtype]
         sizes = _sizes(tensor, number)
-        with self._files.opened(place.file) as file:
-            laid = self._laid.get((tensor.name, number)) or self._find(file, tensor, number)
+        with self._files.open_numbered(place.file) as file:
+            laid = self._laid.get((tensor.name, number)) or self._find_elements(
+                file, tensor, number
+            )
 
             def read(at: int, into: memoryview) -> None:
                 file.read_into(laid.start + at, into)
@@ -177,7 +179,7 @@ class Chunks:
             if is_row_major(sizes, laid.strides):
                 read(laid.offset * item + start, memory)
             else:
-                gather(
+                gather_strided(
                     read,
                     sizes,
                     laid.strides,
@@ -187,7 +189,7 @@ class Chunks:
                     memory=memory,
                 )
 
-    def _find(self, file: LocalFile, tensor: ChunkedTensor, number: int) -> _Laid:
+    def _find_elements(self, file: LocalFile, tensor: ChunkedTensor, number: int) -> _Laid:
         """Find the elements of a chunk: in a file of `torch.save`, or of safetensors."""
         place = tensor.places[number]
         what = f"{file.name}: {tensor.name!r:.200}"

@@ -18,7 +18,7 @@ from holdfast.format.tensors import ITEM_NBYTES
 from holdfast.interop.layouts.dcp import dcp_layout, megatron_layout, olmo_layout
 from holdfast.interop.layouts.files import ComponentLayout
 from holdfast.interop.pickles.budget import PickleBudget
-from holdfast.interop.pickles.gather import gather, is_row_major
+from holdfast.interop.pickles.gather import gather_strided, is_row_major
 from holdfast.interop.pickles.parts import NothingKept, convert, row_major
 from holdfast.interop.pickles.values import (
     ArrayValue,
@@ -81,7 +81,7 @@ class DcpSource(Source):
         self._budget = PickleBudget()
         try:
             items = self._describe(metadata)
-            rest = self._saved(len(metadata.files)) if has_beside else None
+            rest = self._describe_file(len(metadata.files)) if has_beside else None
             self._convert(_layout(folder, metadata, items, rest, is_olmo=is_olmo))
         except BaseException:
             self.close()
@@ -94,28 +94,28 @@ class DcpSource(Source):
         }
         for name, tensor in metadata.tensors.items():
             for place in tensor.places:
-                self._files.check(name, place)
+                self._files.check_item_place(name, place)
             items[name] = Refusal(tensor.refusal, True) if tensor.refusal else _view(tensor)
         for name, place in metadata.values.items():
-            self._files.check(name, place)
+            self._files.check_item_place(name, place)
             try:
-                items[name] = self._value(place)
+                items[name] = self._read_item(place)
             except FormatError as err:
                 raise type(err)(f"{self.url}: {name!r:.200}: {err}") from err
         order = {**metadata.paths, **items}
         return {name: items[name] for name in order if name in items}
 
-    def _value(self, place: ItemPlace) -> Any:
-        with self._files.opened(place.file) as file:
+    def _read_item(self, place: ItemPlace) -> Any:
+        with self._files.open_numbered(place.file) as file:
             region = Region(file, place.start, place.nbytes)
             value = read_saved(region, self._budget)
         _anchor([value], place.file, place.start)
         return value
 
-    def _saved(self, number: int) -> Any:
+    def _describe_file(self, number: int) -> Any:
         """Return the description of a whole file of `torch.save`."""
-        with self._files.opened(number) as file:
-            return self._value(ItemPlace(number, 0, file.nbytes))
+        with self._files.open_numbered(number) as file:
+            return self._read_item(ItemPlace(number, 0, file.nbytes))
 
     def _convert(self, found: ComponentLayout) -> None:
         self.format, self.step = found.format, found.step
@@ -150,7 +150,7 @@ class DcpSource(Source):
             self._chunks.read_into(place.data.tensor, start, plain)
             return
         data = place.data
-        with self._files.opened(data.file if isinstance(data, _FileSpan) else 0) as file:
+        with self._files.open_numbered(data.file if isinstance(data, _FileSpan) else 0) as file:
 
             def read(at: int, into: memoryview) -> None:
                 if isinstance(data, Span):
@@ -162,7 +162,7 @@ class DcpSource(Source):
             if is_row_major(spec.shape, place.strides):
                 read(place.offset * item_nbytes + start, plain)
             else:
-                gather(
+                gather_strided(
                     read,
                     spec.shape,
                     place.strides,
@@ -174,7 +174,7 @@ class DcpSource(Source):
 
     @override
     def close(self) -> None:
-        self._files.close()
+        self._files.close_all_files()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -87,7 +87,7 @@ class FolderMetadata:
 
 def read_metadata(path: Path) -> FolderMetadata:
     """Read the `.metadata` of a folder, and check all of it."""
-    file = LocalFile.open(path)
+    file = LocalFile.open_regular(path)
     try:
         if file.nbytes > MAX_NBYTES:
             raise LimitExceeded(f"{path}: {file.nbytes:,} bytes; at most {MAX_NBYTES:,} are read")
@@ -279,7 +279,7 @@ def check_tiling(what: str, tensors: Sequence[ChunkedTensor]) -> None:
         owners += [number] * len(tensor.boxes)
         offsets += tensor.boxes[:, 0].tolist()
         sizes += (tensor.boxes[:, 1] - tensor.boxes[:, 0]).tolist()
-    boxes = Boxes(np.array(owners, np.int64), Ragged.of(offsets), Ragged.of(sizes))
+    boxes = Boxes(np.array(owners, np.int64), Ragged.from_lists(offsets), Ragged.from_lists(sizes))
     try:
         check_boxes([tensor.shape or (1,) for tensor in tensors], boxes)
     except Unfit as err:

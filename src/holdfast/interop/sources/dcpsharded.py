@@ -49,13 +49,13 @@ def read_sharded(folder: Path) -> FolderMetadata:
     _check_numbers(folder, found.files)
     chunks: dict[str, list[_Chunk]] = {}
     for number, name in enumerate(found.files):
-        file = LocalFile.open(expect_inside(folder, folder / name))
+        file = LocalFile.open_regular(expect_inside(folder, folder / name))
         try:
             for key, chunk in _chunks_of(file, number).items():
                 chunks.setdefault(key, []).append(chunk)
         finally:
             file.close()
-    found.tensors = {key: _tensor(folder, key, several) for key, several in chunks.items()}
+    found.tensors = {key: _join_chunks(folder, key, several) for key, several in chunks.items()}
     check_tiling(str(folder), [*found.tensors.values()])
     return found
 
@@ -107,7 +107,7 @@ def _parsed(file: LocalFile, text: bytes) -> Mapping[str, Any]:
     return found
 
 
-def _tensor(folder: Path, key: str, chunks: list[_Chunk]) -> ChunkedTensor:
+def _join_chunks(folder: Path, key: str, chunks: list[_Chunk]) -> ChunkedTensor:
     dtypes = {dtype for dtype, _, _, _ in chunks}
     dims = {len(sizes) for _, _, sizes, _ in chunks}
     if len(dtypes) != 1 or len(dims) != 1:

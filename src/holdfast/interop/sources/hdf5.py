@@ -111,7 +111,7 @@ class Hdf5:
     def attributes(self, name: str | None = None) -> list[str]:
         """Return the names of the attributes of the file, or of a dataset."""
         with self._reading(f"the attributes of {name or 'the file'}"):
-            place = self._root() if name is None else self._find(name)
+            place = self._open_root_group() if name is None else self._find(name)
             found: list[bytes] = []
             self._h5py.h5a.iterate(place, found.append)  # an error in there is not passed on
             return [name.decode() for name in found]
@@ -120,8 +120,8 @@ class Hdf5:
         """Return a number, a truth value, a text or bytes; None for anything else."""
         what = f"attribute {attribute!r} of {name or 'the file'}"
         with self._reading(what):
-            place = self._root() if name is None else self._find(name)
-            return self._value(self._h5py.h5a.open(place, attribute.encode()), what)
+            place = self._open_root_group() if name is None else self._find(name)
+            return self._read_attribute(self._h5py.h5a.open(place, attribute.encode()), what)
 
     def json(self, attribute: str) -> Any:
         """Return the JSON value in a text attribute of the file."""
@@ -156,18 +156,18 @@ class Hdf5:
                 raise self._short(what, nbytes)
             return Contiguous(dtype=dtype, shape=shape, start=start)
 
-    def names(self) -> list[str]:
+    def list_datasets(self) -> list[str]:
         """Return the names of all datasets; a name of one in a group is `group/name`."""
         with self._reading("its names"):
             self._num_seen = 0
-            return [*self._names_in(self._root(), "", 0)]
+            return [*self._names_in(self._open_root_group(), "", 0)]
 
     def _names_in(self, group: Any, prefix: str, depth: int) -> Iterator[str]:
         if depth > _MAX_DEPTH:
             raise LimitExceeded(f"{self._file.name}: groups are deeper than {_MAX_DEPTH}")
         for raw in [*group]:
             name = raw.decode()
-            found = self._step(group, name, f"{prefix}{name}")
+            found = self._open_plain_link(group, name, f"{prefix}{name}")
             self._num_seen += 1  # groups may hold each other
             if self._num_seen > MAX_OBJECTS:
                 raise LimitExceeded(f"{self._file.name}: more than {MAX_OBJECTS:,} objects")
@@ -176,19 +176,19 @@ class Hdf5:
             elif isinstance(found, self._h5py.h5d.DatasetID):
                 yield f"{prefix}{name}"
 
-    def _root(self) -> Any:
+    def _open_root_group(self) -> Any:
         return self._h5py.h5g.open(self._id, b"/")
 
     def _find(self, name: str) -> Any:
         """Open an object by its name; every part of the name must be a plain link."""
-        found = self._root()
+        found = self._open_root_group()
         for part in name.split("/"):
             if not isinstance(found, self._h5py.h5g.GroupID) or part in ("", "."):
                 raise FormatError(f"{self._file.name}: {name!r} is not there")
-            found = self._step(found, part, name)
+            found = self._open_plain_link(found, part, name)
         return found
 
-    def _step(self, group: Any, part: str, name: str) -> Any:
+    def _open_plain_link(self, group: Any, part: str, name: str) -> Any:
         kind = group.links.get_info(part.encode()).type
         if kind != self._h5py.h5l.TYPE_HARD:
             h5l = self._h5py.h5l
@@ -266,7 +266,7 @@ class Hdf5:
             f"{self._file.name}: {what}: compressed by {names}; LZ4 and gzip are known, each alone"
         )
 
-    def _value(self, attribute: Any, what: str) -> Any:
+    def _read_attribute(self, attribute: Any, what: str) -> Any:
         stored, h5t, shape = attribute.get_type(), self._h5py.h5t, attribute.shape
         if attribute.get_space().get_simple_extent_type() == self._h5py.h5s.NULL:
             return None

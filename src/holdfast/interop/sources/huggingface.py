@@ -136,7 +136,7 @@ class HuggingFaceFolder(Source):
             if why is not None:
                 self.left_out.append(LeftOut(path=path.name, why=why))
                 continue
-            file = LocalFile.open(path)
+            file = LocalFile.open_regular(path)
             self._stack.callback(file.close)
             self._carried[path.name] = file
             specs[path.name] = TensorSpec(path.name, "U8", (file.nbytes,))
@@ -186,7 +186,7 @@ def _owners(what: str, trees: Mapping[str, Mapping[str, Any]]) -> dict[str, str]
             if name in owners:
                 wrong.append(f"{name!r} is in {owners[name]} and in {file}")
             owners.setdefault(name, file)
-    _refuse(what, wrong)
+    _raise_if_wrong(what, wrong)
     return owners
 
 
@@ -197,10 +197,10 @@ def _check_index(what: str, index: Mapping[str, str], owners: Mapping[str, str])
     wrong += [
         f"{name!r} in {file} is not listed" for name, file in owners.items() if name not in index
     ]
-    _refuse(what, wrong)
+    _raise_if_wrong(what, wrong)
 
 
-def _refuse(what: str, wrong: Sequence[str]) -> None:
+def _raise_if_wrong(what: str, wrong: Sequence[str]) -> None:
     if wrong:
         more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
         raise FormatError(f"{what}: {'; '.join(wrong[:_MAX_NAMED])}{more}")
@@ -216,17 +216,19 @@ def _read_index(path: Path) -> dict[str, str]:
     files = sorted({*found.values()})
     # A name with a separator, such as "../other" or "C:\\x", could lie outside of the folder.
     outside = [
-        f"{name[:200]!r} is not a name in this folder" for name in files if not _is_plain(name)
+        f"{name[:200]!r} is not a name in this folder"
+        for name in files
+        if not _is_weights_name(name)
     ]
-    _refuse(f"{path}", outside)
+    _raise_if_wrong(f"{path}", outside)
     if len(files) > MAX_SHARDS:
         raise FormatError(f"{path}: names {len(files):,} files; at most {MAX_SHARDS:,} are read")
     missing = [f"{name} is missing" for name in files if not (path.parent / name).is_file()]
-    _refuse(f"{path}", missing)
+    _raise_if_wrong(f"{path}", missing)
     return found
 
 
-def _is_plain(name: str) -> bool:
+def _is_weights_name(name: str) -> bool:
     return (
         not name.startswith(".")
         and not {*name} & {*"/\\:\0"}
@@ -243,7 +245,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 
 def _read_json(path: Path, max_nbytes: int) -> Any:
-    file = LocalFile.open(path)
+    file = LocalFile.open_regular(path)
     try:
         if file.nbytes > max_nbytes:
             raise FormatError(f"{path}: {file.nbytes:,} bytes; at most {max_nbytes:,} are read")

@@ -101,13 +101,13 @@ class MindSporeFile(Source):
         """Find the values and where each is; `key` decrypts an encrypted file."""
         self.url = str(path)
         self.left_out: list[LeftOut] = []
-        self._file: LocalFile | DecryptedFile = LocalFile.open(path)
+        self._file: LocalFile | DecryptedFile = LocalFile.open_regular(path)
         self._lock = threading.Lock()
         try:
             self._file = self._decrypted(key)
             self._checksum, stop = self._trailer()
             values = self._values(stop)
-            self.parts = self._parts(values)
+            self.parts = self._make_components(values)
         except BaseException:
             self.close()
             raise
@@ -145,11 +145,11 @@ class MindSporeFile(Source):
                 raise LimitExceeded(f"{self.url}: more than {MAX_VALUES:,} tensors; {LIFTED}")
             if entry.number != 1 or entry.wire_type != LEN:
                 raise CorruptData(f"{self.url}: field {entry.number} where a tensor should begin")
-            name, tensor = self._named(wire, entry)
+            name, tensor = self._read_entry_name(wire, entry)
             if tensor is None:
                 maps.add(name)
                 continue
-            value = self._tensor(wire, tensor, name)
+            value = self._parse_tensor(wire, tensor, name)
             if name not in found:
                 found[name] = value
             elif name != last or (value.dtype, value.dims) != (found[name].dtype, found[name].dims):
@@ -158,15 +158,15 @@ class MindSporeFile(Source):
                 found[name].places += value.places
             last = name
         self.left_out += [LeftOut(name, "a map of parameters", MODEL) for name in sorted(maps)]
-        self._refuse([f"{name!r} is there twice" for name in twice])
+        self._raise_if_wrong([f"{name!r} is there twice" for name in twice])
         return found
 
-    def _named(self, wire: Wire, entry: Field) -> tuple[str, Field | None]:
+    def _read_entry_name(self, wire: Wire, entry: Field) -> tuple[str, Field | None]:
         """Return the name of an entry and its tensor; None for a map of parameters."""
         name, tensor, is_map = b"", None, False
         for inner in wire.fields(entry.start, entry.stop):
             if inner.number == 1:
-                name = wire.read(inner, MAX_NAME_NBYTES, "a name")
+                name = wire.read_field(inner, MAX_NAME_NBYTES, "a name")
             elif inner.number == 2 and inner.wire_type == LEN and tensor is None:
                 tensor = inner
             elif inner.number == 3:
@@ -175,16 +175,16 @@ class MindSporeFile(Source):
                 raise CorruptData(f"{self.url}: at byte {inner.start:,}: field {inner.number}")
         if not name or (tensor is None) != is_map:
             raise CorruptData(f"{self.url}: at byte {entry.start:,}: no name with one tensor")
-        return _text(name, self.url), tensor
+        return _decode_name(name, self.url), tensor
 
-    def _tensor(self, wire: Wire, tensor: Field, name: str) -> _Value:
+    def _parse_tensor(self, wire: Wire, tensor: Field, name: str) -> _Value:
         dims: list[int] = []
         dtype = content = None
         for inner in wire.fields(tensor.start, tensor.stop):
             if inner.number == 1 and inner.wire_type == VARINT:
                 dims.append(inner.value)
             elif inner.number == 2 and dtype is None:
-                dtype = _text(wire.read(inner, 64, "a type"), self.url)
+                dtype = _decode_name(wire.read_field(inner, 64, "a type"), self.url)
             elif inner.number == 3 and inner.wire_type == LEN and content is None:
                 content = inner.start, inner.stop - inner.start
             else:
@@ -195,10 +195,10 @@ class MindSporeFile(Source):
             raise CorruptData(f"{self.url}, {name!r}: without type or content")
         return _Value(dtype, tuple(dims), [content])
 
-    def _parts(self, values: dict[str, _Value]) -> dict[str, SourceComponent]:
+    def _make_components(self, values: dict[str, _Value]) -> dict[str, SourceComponent]:
         texts = {name: self._read_text(name, one) for name, one in _texts_of(values)}
         tensors = {name: one for name, one in values.items() if one.dtype != "str"}
-        self._refuse(
+        self._raise_if_wrong(
             [
                 f"{name!r} has the type {one.dtype[:64]!r}, which cannot be expressed"
                 for name, one in tensors.items()
@@ -206,7 +206,7 @@ class MindSporeFile(Source):
             ]
         )
         specs = {name: self._spec(name, one) for name, one in tensors.items()}
-        self._places = {name: _Slices.of(one.places) for name, one in tensors.items()}
+        self._places = {name: _Slices.from_places(one.places) for name, one in tensors.items()}
         tree = {name: TensorRef(name) for name in specs}
         parts = {MODEL: SourceComponent(kind="module", tree=tree, specs=specs)}
         kept = {name: text for name, text in texts.items() if text is not None}
@@ -249,7 +249,7 @@ class MindSporeFile(Source):
         step = int.from_bytes(data, "little", signed=True)
         return step if step >= 0 else None
 
-    def _refuse(self, wrong: Sequence[str]) -> None:
+    def _raise_if_wrong(self, wrong: Sequence[str]) -> None:
         if wrong:
             more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
             raise FormatError(f"{self.url}: {'; '.join(wrong[:_MAX_NAMED])}{more}")
@@ -257,7 +257,7 @@ class MindSporeFile(Source):
     @override
     def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
         self._check_once()
-        for position, part in self._places[key].cut(start, memory):
+        for position, part in self._places[key].split_memory(start, memory):
             self._file.read_into(position, part)
 
     def _check_once(self) -> None:
@@ -293,7 +293,7 @@ class _Slices:
     """First byte of each slice in the tensor, and the tensor's length."""
 
     @classmethod
-    def of(cls, places: Sequence[tuple[int, int]]) -> _Slices:
+    def from_places(cls, places: Sequence[tuple[int, int]]) -> _Slices:
         lengths = (length for _, length in places)
         return cls([position for position, _ in places], [*accumulate(lengths, initial=0)])
 
@@ -301,7 +301,7 @@ class _Slices:
     def first(self) -> tuple[int, int]:
         return self.positions[0], self.starts[1]
 
-    def cut(self, start: int, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
+    def split_memory(self, start: int, memory: memoryview) -> Iterator[tuple[int, memoryview]]:
         """Split memory for the tensor's bytes from `start` on: position in the file, memory."""
         while memory.nbytes:
             number = bisect_right(self.starts, start, hi=len(self.positions)) - 1
@@ -314,7 +314,7 @@ def _texts_of(values: dict[str, _Value]) -> Iterator[tuple[str, Any]]:
     return ((name, one) for name, one in values.items() if one.dtype == "str")
 
 
-def _text(data: bytes, what: str) -> str:
+def _decode_name(data: bytes, what: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:

@@ -89,7 +89,9 @@ class DecryptedFile:
             if not 0 <= start < self.nbytes:
                 raise CorruptData(f"{self.name}: ends at byte {start:,}, inside a tensor")
             number = bisect_right(self._starts, start) - 1
-            part = memoryview(self._block(number))[start - self._starts[number] :][: memory.nbytes]
+            part = memoryview(self._decrypt_block(number))[start - self._starts[number] :][
+                : memory.nbytes
+            ]
             memory[: part.nbytes] = part
             start, memory = start + part.nbytes, memory[part.nbytes :]
 
@@ -99,7 +101,7 @@ class DecryptedFile:
         self.read_into(start, memoryview(data))
         return bytes(data)
 
-    def _block(self, number: int) -> bytes:
+    def _decrypt_block(self, number: int) -> bytes:
         """Return a block decrypted; the last one is kept."""
         with self._lock:
             if number not in self._decrypted:

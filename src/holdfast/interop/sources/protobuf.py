@@ -49,7 +49,7 @@ class Wire:
             yield field
             start = field.stop
 
-    def read(self, field: Field, max_nbytes: int, what: str) -> bytes:
+    def read_field(self, field: Field, max_nbytes: int, what: str) -> bytes:
         """Read the content of a field."""
         nbytes = field.stop - field.start
         if field.wire_type != LEN or nbytes > max_nbytes:

@@ -52,7 +52,7 @@ class SafetensorsFile(Source):
     def __init__(self, path: Path | str, *, file: ReadableFile | None = None) -> None:
         """Read the header. With an open `file`, the path is only for messages."""
         self.url = str(path)
-        self._file = file or LocalFile.open(Path(path))
+        self._file = file or LocalFile.open_regular(Path(path))
         try:
             specs, self._starts, metadata = self._read_header()
         except BaseException:

@@ -141,14 +141,14 @@ def _unpack(path: Path, reader: Any, target: IO[bytes], bound: _Bound) -> None:
         is_wanted = name.rpartition("/")[2] == MEMBER
         if is_wanted and kind not in (b"0", b"\0"):
             raise FormatError(f"{path}: {MEMBER} is no plain file in the archive")
-        _copy(stream, target if is_wanted else None, nbytes)
+        _copy_member(stream, target if is_wanted else None, nbytes)
         if is_wanted:
             return
-        _copy(stream, None, -nbytes % _BLOCK)
+        _copy_member(stream, None, -nbytes % _BLOCK)
     raise FormatError(f"{path}: an archive without {MEMBER}, so not one of Composer")
 
 
-def _copy(stream: io.BufferedReader[Any], target: IO[bytes] | None, nbytes: int) -> None:
+def _copy_member(stream: io.BufferedReader[Any], target: IO[bytes] | None, nbytes: int) -> None:
     while nbytes:
         data = stream.read(min(nbytes, _PIECE_NBYTES))
         if not data:

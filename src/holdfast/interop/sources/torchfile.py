@@ -17,7 +17,7 @@ from holdfast.format.tensors import ITEM_NBYTES
 from holdfast.interop.files import LocalFile, ReadableFile
 from holdfast.interop.layouts.files import ComponentLayout, file_layout
 from holdfast.interop.pickles.budget import PickleBudget
-from holdfast.interop.pickles.gather import gather, is_row_major
+from holdfast.interop.pickles.gather import gather_strided, is_row_major
 from holdfast.interop.pickles.machine import Constructor, Machine
 from holdfast.interop.pickles.names import CONSTANTS, CONSTRUCTORS, SETTERS, checked_device
 from holdfast.interop.pickles.parts import Converted, NothingKept, check_claims, convert
@@ -42,7 +42,7 @@ def recognises(path: Path) -> bool:
     first = first_bytes(path, len(_LEGACY))
     if not first:
         return False
-    file = LocalFile.open(path)
+    file = LocalFile.open_regular(path)
     try:
         return begins(first, file, path.suffix)
     finally:
@@ -102,14 +102,14 @@ class TorchFile(Source):
     ) -> None:
         """Read everything except tensors. With an open `file`, the path is only for messages."""
         self.url = str(path)
-        self._file = file or LocalFile.open(Path(path))
+        self._file = file or LocalFile.open_regular(Path(path))
         try:
-            self._open(layout)
+            self._read_layout(layout)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, layout: Layouts) -> None:
+    def _read_layout(self, layout: Layouts) -> None:
         reader = _Reader(self._file, PickleBudget())
         root = reader.root()
         self._crcs = reader.crcs
@@ -155,7 +155,7 @@ class TorchFile(Source):
         item_nbytes = ITEM_NBYTES[spec.dtype]
         data = place.data
         if isinstance(data, Span):
-            read, limit = self._at(data.start), data.nbytes
+            read, limit = self._make_reader(data.start), data.nbytes
         else:
             read, limit = _of_memory(data), len(data)
         if start + memory.nbytes > spec.nbytes or limit < item_nbytes:
@@ -164,9 +164,9 @@ class TorchFile(Source):
             position = place.offset * item_nbytes + start
             read(position, memory.cast("B"))
             if isinstance(data, Span) and (crc := self._crcs.get(data.start)):
-                crc.add(position, memory.cast("B"))
+                crc.add_bytes(position, memory.cast("B"))
         else:
-            gather(
+            gather_strided(
                 read,
                 spec.shape,
                 place.strides,
@@ -176,7 +176,7 @@ class TorchFile(Source):
                 memory=memory,
             )
 
-    def _at(self, begin: int) -> Callable[[int, memoryview], None]:
+    def _make_reader(self, begin: int) -> Callable[[int, memoryview], None]:
         return lambda start, memory: self._file.read_into(begin + start, memory)
 
     @override
@@ -219,7 +219,7 @@ class _Reader:
         if first.startswith(_ZIP):
             reader = _ZipReader(self._file, self._machine)
             self.crcs = reader.crcs
-            return reader.root()
+            return reader.read_description()
         if first == _LEGACY:
             return self.legacy(0, self._file.nbytes)
         return self.bare(0, self._file.nbytes)
@@ -240,7 +240,7 @@ class _Reader:
 
     def bare(self, start: int, stop: int) -> Any:
         """Read a pickle alone."""
-        return self._machine(self._file.stream(start, stop), None).load()
+        return self._machine(self._file.stream(start, stop), None).read_pickle()
 
     def legacy(self, start: int, stop: int, data: bytes | None = None) -> Any:
         """Read the format before torch 1.6: five pickles, and then the storages."""
@@ -250,13 +250,13 @@ class _Reader:
         storages = _Storages()
         machine = self._machine(stream, storages.find_legacy)
         what = self._file.name
-        if machine.load() != _MAGIC or machine.load() != _PROTOCOL:
+        if machine.read_pickle() != _MAGIC or machine.read_pickle() != _PROTOCOL:
             raise FormatError(f"{what}: not of a version of torch.save that is known")
-        system = machine.load()
+        system = machine.read_pickle()
         if not isinstance(system, dict) or system.get("little_endian") is not True:
             raise FormatError(f"{what}: written by a big-endian machine")
-        root = machine.load()
-        storages.place_legacy(machine.load(), stream, stop, data, what)
+        root = machine.read_pickle()
+        storages.place_legacy(machine.read_pickle(), stream, stop, data, what)
         return root
 
     def _load_from_bytes(self, machine: Machine, args: tuple[Any, ...]) -> Any:
@@ -348,7 +348,7 @@ class _ZipReader:
         self._storages = _Storages()
         self.crcs: dict[int, MemberCrc] = {}
 
-    def root(self) -> Any:
+    def read_description(self) -> Any:
         """Return the description of what was saved."""
         found = [name for name in self._zip.members if name.rpartition("/")[2] == "data.pkl"]
         found = [name for name in found if name.count("/") <= 1]
@@ -362,15 +362,15 @@ class _ZipReader:
             )
         self._check_order()
         member = self._zip.members[found[0]]
-        start = self._zip.place(member)
+        start = self._zip.find_data_start(member)
         self._check_crc(member, start)
         stream = self._file.stream(start, start + member.nbytes)
-        return self._machine(stream, self._find).load()
+        return self._machine(stream, self._load_storage).read_pickle()
 
     def _check_order(self) -> None:
         member = self._zip.members.get(f"{self._prefix}byteorder")
         if member is not None:
-            order = self._file.read(self._zip.place(member), min(member.nbytes, 20))
+            order = self._file.read(self._zip.find_data_start(member), min(member.nbytes, 20))
             if order != b"little":
                 raise FormatError(f"{self._file.name}: its byte order is {order!r}, not little")
 
@@ -378,13 +378,13 @@ class _ZipReader:
         crc = self._crc(member)
         for at in range(0, member.nbytes, 1 << 20):
             data = self._file.read(start + at, min(1 << 20, member.nbytes - at))
-            crc.add(at, memoryview(data))
+            crc.add_bytes(at, memoryview(data))
 
     def _crc(self, member: Member) -> MemberCrc:
         what = f"{self._file.name}: member {member.name[:80]!r}"
         return MemberCrc(what, member.nbytes, member.crc)
 
-    def _find(self, name: Any) -> Any:
+    def _load_storage(self, name: Any) -> Any:
         storage = self._storages.find(name)
         if type(storage) is Storage and storage.data is None:
             key = str(name[2])
@@ -395,7 +395,7 @@ class _ZipReader:
                 raise CorruptData(
                     f"storage {key[:40]!r} has {member.nbytes:,} bytes, not {storage.nbytes:,}"
                 )
-            start = self._zip.place(member)
+            start = self._zip.find_data_start(member)
             storage.data = Span(start, member.nbytes)
             self.crcs[start] = self._crc(member)
         return storage

@@ -20,7 +20,7 @@ from holdfast.format import strictjson
 from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.interop.files import LocalFile
-from holdfast.interop.layouts.files import whole
+from holdfast.interop.layouts.files import make_layout
 from holdfast.interop.layouts.folders import STATE_FILE, FolderLayout, folder_layout
 from holdfast.interop.pickles.parts import convert
 from holdfast.interop.source import LeftOut, Source, SourceComponent
@@ -35,10 +35,10 @@ _MAX_STATE_VALUES = 1_000_000
 
 def recognises(path: Path) -> bool:
     """Whether a folder holds the state of a training, by the names in it."""
-    return path.is_dir() and folder_layout(_names(path)) is not None
+    return path.is_dir() and folder_layout(_list_files(path)) is not None
 
 
-def _names(path: Path) -> list[str]:
+def _list_files(path: Path) -> list[str]:
     with os.scandir(path) as entries:
         return [entry.name for entry, _ in zip(entries, range(MAX_FILES), strict=False)]
 
@@ -52,7 +52,7 @@ class TrainerFolder(Source):
     def __init__(self, path: Path, open_file: Callable[[str], Source]) -> None:
         """Open every file that holds a component; `open_file` opens one file of weights."""
         self.url = str(path)
-        layout = folder_layout(_names(path))
+        layout = folder_layout(_list_files(path))
         if layout is None:
             raise FormatError(f"{path}: not the folder of a known trainer")
         self.format = layout.format
@@ -78,7 +78,7 @@ class TrainerFolder(Source):
             )
         self._add_beside(folder, [safetensors.MODEL, ADAPTER, safetensors.METADATA])
         for component, names in layout.components.items():
-            self._add(component, path, _without_twins(names, layout.others))
+            self._add_component(component, path, _without_twins(names, layout.others))
         if (path / STATE_FILE).exists():
             self._add_state(path / STATE_FILE)
         self._add_beside(folder, [FILES])
@@ -93,8 +93,8 @@ class TrainerFolder(Source):
                 self.parts[name] = folder.parts[name]
                 self._owners[name] = dict.fromkeys(folder.parts[name].specs, (folder, name))
 
-    def _add(self, component: str, folder: Path, names: Sequence[str]) -> None:
-        opened = {name: self._open(component, folder / name) for name in names}
+    def _add_component(self, component: str, folder: Path, names: Sequence[str]) -> None:
+        opened = {name: self._open_component(component, folder / name) for name in names}
         for name, source in opened.items():
             self.left_out += [
                 LeftOut(f"{name}: {one.path}", one.why, component if one.tensors_of else "")
@@ -102,20 +102,20 @@ class TrainerFolder(Source):
             ]
         found = {name: source for name, source in opened.items() if component in source.parts}
         if found:
-            self.parts[component] = self._joined(component, found)
+            self.parts[component] = self._join_shards(component, found)
 
-    def _open(self, component: str, path: Path) -> Source:
+    def _open_component(self, component: str, path: Path) -> Source:
         if safetensors.recognises(path):
             weights = safetensors.SafetensorsFile(path)
             self._stack.callback(weights.close)
             if component != safetensors.MODEL:
                 weights.parts = {component: weights.parts[safetensors.MODEL]}
             return weights
-        source = TorchFile(path, layout=whole(component))
+        source = TorchFile(path, layout=make_layout(component))
         self._stack.callback(source.close)
         return source
 
-    def _joined(self, component: str, opened: Mapping[str, Source]) -> SourceComponent:
+    def _join_shards(self, component: str, opened: Mapping[str, Source]) -> SourceComponent:
         """Join the shards of a component; each tensor is in one of them."""
         owners = self._owners.setdefault(component, {})
         tree: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def _without_twins(names: Sequence[str], others: dict[str, str]) -> Sequence[str
 
 
 def _read_json(path: Path) -> Any:
-    file = LocalFile.open(path)
+    file = LocalFile.open_regular(path)
     try:
         if file.nbytes > _MAX_STATE_NBYTES:
             raise FormatError(f"{path}: more than {_MAX_STATE_NBYTES:,} bytes")

@@ -105,7 +105,7 @@ class Zip:
             if end > self._directory:
                 raise CorruptData(f"{self._file.name}: {member.name[:80]!r} ends beyond the file")
 
-    def place(self, member: Member) -> int:
+    def find_data_start(self, member: Member) -> int:
         """Return where the bytes of a member begin; checks the header in front of them."""
         if member.refusal:
             raise FormatError(f"{self._file.name}: member {member.name[:80]!r} {member.refusal}")

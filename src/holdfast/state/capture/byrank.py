@@ -28,7 +28,7 @@ def key_of_rank(key: str, rank: int) -> str:
     return f"rank{rank}.{key}"
 
 
-def joined(trees: Sequence[bytes]) -> bytes:
+def join_rank_trees(trees: Sequence[bytes]) -> bytes:
     """Join the trees of all ranks, in their order, to one document."""
     documents = [msgspec.json.decode(tree) for tree in trees]
     nodes = [_with_keys(one.pop("tree"), rank) for rank, one in enumerate(documents)]
@@ -81,7 +81,7 @@ def part_of(
 
 def _expect_one_shape(stored: StoredComponent, num_ranks: int) -> None:
     """Raise `MismatchError` if the tensors of a joined component differ by rank in their shapes."""
-    tensors = [_specs(stored, rank) for rank in range(num_ranks)]
+    tensors = [_select_specs(stored, rank) for rank in range(num_ranks)]
     odd = [rank for rank, specs in enumerate(tensors) if specs != tensors[0]]
     if odd:
         names = sorted({key for key, _ in tensors[0].items() ^ tensors[odd[0]].items()})
@@ -93,7 +93,7 @@ def _expect_one_shape(stored: StoredComponent, num_ranks: int) -> None:
         raise MismatchError(stored.name, hint=why)
 
 
-def _specs(stored: StoredComponent, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _select_specs(stored: StoredComponent, rank: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     prefix = key_of_rank("", rank)
     return {
         key.removeprefix(prefix): (spec.dtype, spec.shape)

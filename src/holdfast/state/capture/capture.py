@@ -134,7 +134,7 @@ class Capturer:
         self._has_run_foreign = False
         wanted = {*self._state, RNG} if only is None else set(only)
         components = {
-            name: self._component(name, value)
+            name: self._capture_component(name, value)
             for name, value in self._state.items()
             if name in wanted
         }
@@ -181,7 +181,7 @@ class Capturer:
         groups = (group for optimizer in optimizers_ for group in optimizer.param_groups)
         self._stepping = [id(parameter) for group in groups for parameter in group["params"]]
 
-    def _component(self, name: str, value: Any) -> CapturedComponent:
+    def _capture_component(self, name: str, value: Any) -> CapturedComponent:
         kind = kind_of(value)
         if kind == "module":
             return self._module(name, value)
@@ -194,7 +194,7 @@ class Capturer:
         recalled = self._recalled(name, kind, walked, None)
         if recalled is not None:
             return recalled
-        leaves = self._leaves(name)
+        leaves = self._make_leaves(name)
         return self._encoded(kind, leaves, encoded(content, leaves), walked)
 
     def _module(self, name: str, module: nn.Module) -> CapturedComponent:
@@ -202,7 +202,7 @@ class Capturer:
         if name not in self._foreseen:
             self._foreseen[name] = foresee(module)
         foreseen, known = self._foreseen[name], self._modules.get(name)
-        unsaved = self._unsaved[name].record() if name in self._unsaved else {}
+        unsaved = self._unsaved[name].find_unchanged() if name in self._unsaved else {}
         if known is not None and known.unsaved is not unsaved:
             known = None
         if foreseen is not None and known is not None and known.fits(foreseen, self._stepping):
@@ -226,12 +226,12 @@ class Capturer:
         stamp = (self._structures[name], modules.stamp(state), unsaved)
         component = self._recalled(name, "module", walked, stamp)
         if component is None:
-            leaves = self._leaves(name)
+            leaves = self._make_leaves(name)
             document = modules.capture_module(module, state, leaves, unsaved)
             is_whole = not leaves.offenders and not leaves.refused
             if is_whole and self._accepted.get(name) != stamp:
                 for entry, reason in modules.not_loadable(module, state):
-                    leaves.refuse(entry, reason)
+                    leaves.record_refusal(entry, reason)
                 self._accepted[name] = stamp
             component = self._encoded("module", leaves, document, walked, stamp)
         may_overlap = self._stepped(component)
@@ -259,7 +259,7 @@ class Capturer:
         for value in self._state.values():
             for group in value.param_groups if isinstance(value, Optimizer) else ():
                 for parameter in group["params"]:
-                    home, key = self._names.home(parameter) or ("", "")
+                    home, key = self._names.find_parameter(parameter) or ("", "")
                     captured = component.tensors.get(key) if home == component.name else None
                     at = None if captured is None else local_of(parameter).data_ptr()
                     if captured is not None and captured.data_ptr() == at:
@@ -267,12 +267,14 @@ class Capturer:
         return frozenset(keys)
 
     def _optimizer(self, name: str, optimizer: Optimizer) -> CapturedComponent:
-        live = self._namings.setdefault(name, optimizers.Naming()).of(optimizer, self._names)
+        live = self._namings.setdefault(name, optimizers.Naming()).name_parameters(
+            optimizer, self._names
+        )
         walked, stamp = optimizers.options_and_slots(live), optimizers.stamp(live)
         recalled = self._recalled(name, "optimizer", walked, stamp)
         if recalled is not None:
             return recalled
-        leaves = self._leaves(name, key_of=optimizers.slot_path)
+        leaves = self._make_leaves(name, key_of=optimizers.slot_path)
         document = optimizers.capture_optimizer(live, leaves)
         stepped = optimizers.stepped(live, leaves)
         return self._encoded("optimizer", leaves, document, walked, stamp, stepped)
@@ -313,7 +315,7 @@ class Capturer:
                 )
         return component
 
-    def _leaves(self, component: str, key_of: Callable[[str], str] = str) -> Leaves:
+    def _make_leaves(self, component: str, key_of: Callable[[str], str] = str) -> Leaves:
         return Leaves(
             component=component,
             key_of=key_of,
@@ -322,7 +324,7 @@ class Capturer:
         )
 
     def _rng(self) -> CapturedComponent:
-        leaves = self._leaves(RNG)
+        leaves = self._make_leaves(RNG)
         return self._encoded("rng", leaves, encoded(global_generators(), leaves))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.errors import UnsupportedState, UsageError
-from holdfast.format.objects import join
+from holdfast.format.objects import join_path
 from holdfast.state.capture.capture import Captured
 from holdfast.state.capture.views import ComponentView, OptimizerView
 from holdfast.state.components import CapturedComponent, StoredComponent
@@ -109,7 +109,7 @@ def edited(captured: Captured, edit: Edit) -> Captured:
         if not view:
             raise UsageError("the edit leaves out every component; nothing is left to be saved")
         components = {name: _recaptured(parts[name], view[name]) for name in view}
-    left = [item for part in components.values() for item in _refused(part)]
+    left = [item for part in components.values() for item in _list_refused(part)]
     if left:
         raise UnsupportedState(left)
     left_out = (*captured.left_out, *view.left_out)
@@ -137,8 +137,8 @@ def _recaptured(part: CapturedComponent, view: ComponentView) -> CapturedCompone
     )
 
 
-def _refused(part: CapturedComponent) -> list[tuple[str, str]]:
-    return [(join(part.name, key), reason) for key, reason in part.refused.items()]
+def _list_refused(part: CapturedComponent) -> list[tuple[str, str]]:
+    return [(join_path(part.name, key), reason) for key, reason in part.refused.items()]
 
 
 class _Savable(dict[str, Tensor]):
@@ -149,7 +149,7 @@ class _Savable(dict[str, Tensor]):
         self._part = part
 
     def __missing__(self, key: str) -> Tensor:
-        raise UnsupportedState([(join(self._part.name, key), self._part.refused[key])])
+        raise UnsupportedState([(join_path(self._part.name, key), self._part.refused[key])])
 
 
 def _either(key: str, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> Tensor:

@@ -64,7 +64,7 @@ def homeless(state: Mapping[str, Any], names: ParameterNames) -> dict[str, dict[
     for component, value in state.items():
         if isinstance(value, Optimizer):
             live = optimizers.inspect(value, names).parameters
-            lost = {name: p for name, p in live.items() if names.home(p) is None}
+            lost = {name: p for name, p in live.items() if names.find_parameter(p) is None}
             if lost:
                 by_optimizer[component] = lost
     return by_optimizer
@@ -79,7 +79,7 @@ def unheld(
     """
     if not homeless:
         return {}
-    spans = [_span(tensor) for tensor in captured]
+    spans = [_get_addresses(tensor) for tensor in captured]
     left = {
         component: {
             name: parameter for name, parameter in lost.items() if not _is_within(parameter, spans)
@@ -89,13 +89,13 @@ def unheld(
     return {component: lost for component, lost in left.items() if lost}
 
 
-def describe(
+def describe_parameters(
     parameters: Mapping[str, Mapping[str, Tensor]], known: Mapping[str, nn.Module] | None = None
 ) -> str:
     """Format parameters for a message: by name in the `known` modules, else in the optimizer."""
     names = parameter_names((known or {}).items())
     shown = [
-        f"{_called(component, name, names.home(parameter))} {_shape(parameter)}"
+        f"{_called(component, name, names.find_parameter(parameter))} {_shape(parameter)}"
         for component, lost in parameters.items()
         for name, parameter in lost.items()
     ]
@@ -110,7 +110,7 @@ def _shape(parameter: Tensor) -> str:
     return "(not made yet)" if is_lazy(parameter) else str(list(parameter.shape))
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def _get_addresses(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and after its last one."""
     tensor = local_of(tensor)
     first, stop = span(tensor)
@@ -121,7 +121,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 def _is_within(parameter: Tensor, spans: Iterable[tuple[int, int]]) -> bool:
     if is_lazy(parameter):
         return False
-    start, stop = _span(parameter)
+    start, stop = _get_addresses(parameter)
     return start == stop or any(first <= start and stop <= last for first, last in spans)
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
 from holdfast.state.capture.capture import Captured
-from holdfast.state.components import cleaner_of, is_of_fsdp, unwrap
+from holdfast.state.components import cleaner_of, is_of_fsdp, unwrap_module
 from holdfast.state.leaves import PLAIN_TYPES, refusal
 
 NUM_COMPARISONS = 4
@@ -74,12 +74,12 @@ class OutsideState:
         self._before = self._marks()
         self._rising: set[str] = set()
 
-    def reset(self) -> None:
+    def note_attributes(self) -> None:
         """Note the attributes again, as a load has changed the state."""
         if self._num_left:
             self._before, self._rising = self._marks(), set()
 
-    def changed(self, captured: Captured) -> list[str]:
+    def find_uncaptured(self, captured: Captured) -> list[str]:
         """Name the attributes that are state, and that no captured component holds."""
         if not self._num_left:
             return []
@@ -132,7 +132,7 @@ def _marks_of(
     component: str, value: Any, components: Collection[int]
 ) -> Iterator[tuple[str, _Mark]]:
     if isinstance(value, nn.Module):
-        module = unwrap(value)
+        module = unwrap_module(value)
         cleaner = cleaner_of(module)
         for raw, inner in module.named_modules():
             if not _saves_more(inner):
@@ -197,7 +197,10 @@ def _marks_in(path: str, value: Any, is_sure: bool, depth: int) -> Iterator[tupl
             yield path, _Mark("tensor", (value.data_ptr(), value.shape, value._version), is_sure)
     elif kind is np.ndarray:
         if value.dtype != object:
-            yield path, _Mark("array", (value.ctypes.data, value.shape, _digest(value)), is_sure)
+            yield (
+                path,
+                _Mark("array", (value.ctypes.data, value.shape, _checksum_array(value)), is_sure),
+            )
     elif isinstance(value, Optimizer):
         slots = [slot for held in value.state.values() for slot in _tensors_in(held)]
         for number, slot in enumerate(slots[:1]):
@@ -225,7 +228,7 @@ def _tensors_in(held: Any) -> list[Tensor]:
     return [one for one in values if isinstance(one, Tensor) and one.dim()]
 
 
-def _digest(array: np.ndarray[Any, Any]) -> int:
+def _checksum_array(array: np.ndarray[Any, Any]) -> int:
     return zlib.crc32(array.reshape(-1)[: _MAX_DIGESTED_NBYTES // max(1, array.itemsize)].tobytes())
 
 
@@ -250,7 +253,7 @@ def _is_saved(name: str, mark: _Mark, captured: Captured, saved: Collection[int]
     )
 
 
-def described(names: Sequence[str]) -> str:
+def format_outside_state(names: Sequence[str]) -> str:
     """Format the warning of state outside of the components."""
     listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     return (

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from holdfast.errors import UnsupportedState
 from holdfast.format.nodes import WRITERS
 from holdfast.format.objects import TreeDocument
-from holdfast.state.components import CapturedComponent, Kind, reshard, unwrap
+from holdfast.state.components import CapturedComponent, Kind, reshard, unwrap_module
 from holdfast.state.leaves import PLAIN_TYPES, identity, is_dtensor, local_of, refusal, tensor_types
 from holdfast.state.shards import LocalShards
 
@@ -84,12 +84,12 @@ class PredictedStateDict:
 def foresee(wrapped: nn.Module) -> PredictedStateDict | None:
     """Predict the result of `state_dict`; None where code other than torch's affects it."""
     scan = _Scan()
-    if not scan.at(unwrap(wrapped)):
+    if not scan.record_module(unwrap_module(wrapped)):
         return None
     scan.outline += scan.kinds.values()
     tensors = [entry for entry in scan.entries if entry is not None]
     are_plain = PLAIN_TYPES.issuperset(map(type, tensors))
-    if not all(map(_is_plain, scan.kinds)):
+    if not all(map(_is_plain_class, scan.kinds)):
         return None
     if not are_plain and not tensor_types().issuperset(map(type, tensors)):
         return None
@@ -111,7 +111,7 @@ class _Scan:
         self.kinds: dict[type[nn.Module], int] = {}
         """Types of modules -> versions of what they save."""
 
-    def at(self, module: nn.Module | None) -> bool:
+    def record_module(self, module: nn.Module | None) -> bool:
         """Record a module and its submodules; False if one of them is not plain."""
         if module is None:
             self.outline.append(None)
@@ -131,7 +131,7 @@ class _Scan:
             self.entries += parameters.values()
         if buffers:
             self._note_buffers(buffers, own.get("_non_persistent_buffers_set", ()))
-        return all(map(self.at, children.values()))
+        return all(map(self.record_module, children.values()))
 
     def _note_buffers(
         self, buffers: Mapping[str, Tensor | None], not_kept: Collection[str]
@@ -142,7 +142,7 @@ class _Scan:
         self.entries += kept.values()
 
 
-def _is_plain(kind: type[nn.Module]) -> bool:
+def _is_plain_class(kind: type[nn.Module]) -> bool:
     """Whether a class has torch's own methods behind `state_dict`: not overridden or patched."""
     deciding = (getattr(kind, name) for name in _DECIDING)
     return all(getattr(one, "__globals__", None) is _TORCHS for one in deciding)
@@ -268,7 +268,7 @@ class CaptureCache:
         self._component = replace(component, tree=b"", tensors={})
         self._document = document
         self._numbers = list(map(repr, walk.numbers))
-        self._places = list(_places(value, document.node, set()))
+        self._places = list(_locate_numbers(value, document.node, set()))
         if list(map(id, self._first_of_each(walk.live))) != list(map(id, originals)):
             raise Irregular
 
@@ -330,7 +330,7 @@ class CaptureCache:
                 home[key] = WRITERS[type(number)](number)
         except ValueError:
             return False
-        self._document.write()
+        self._document.encode_nodes()
         self._numbers = texts
         return True
 
@@ -443,7 +443,7 @@ def _partition(tensors: Sequence[Tensor], places: Sequence[int]) -> list[int] | 
     return [first.setdefault(identity(tensor), i) for i, tensor in enumerate(tensors)]
 
 
-def _places(value: Any, node: Any, seen: set[int]) -> Iterator[_NumberPlace]:
+def _locate_numbers(value: Any, node: Any, seen: set[int]) -> Iterator[_NumberPlace]:
     """Yield (container, key) of each number of `value` in the node, in the order of the walk."""
     seen.add(id(value))
     home = node["$tuple"] if type(value) is tuple else node
@@ -454,4 +454,4 @@ def _places(value: Any, node: Any, seen: set[int]) -> Iterator[_NumberPlace]:
         if kind in _NUMBERS:
             yield home, key
         elif kind in _CONTAINERS and id(item) not in seen:
-            yield from _places(item, home[key], seen)
+            yield from _locate_numbers(item, home[key], seen)

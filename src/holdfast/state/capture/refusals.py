@@ -16,7 +16,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.state import optimizers
 from holdfast.state.collecting import Leaves
-from holdfast.state.components import cleaner_of, is_of_fsdp, kind_of, parameter_names, unwrap
+from holdfast.state.components import (
+    cleaner_of,
+    is_of_fsdp,
+    kind_of,
+    parameter_names,
+    unwrap_module,
+)
 from holdfast.state.leaves import PASSING
 from holdfast.state.trees import encoded
 
@@ -56,7 +62,7 @@ def _num_slots(optimizer: Optimizer) -> tuple[int, int]:
 
 
 def _entries_of(wrapped: nn.Module) -> dict[str, Tensor]:
-    module = unwrap(wrapped)
+    module = unwrap_module(wrapped)
     clean = cleaner_of(module).clean
     return {clean(raw): tensor for raw, tensor in _entries(module, "")}
 

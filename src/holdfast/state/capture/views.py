@@ -17,7 +17,7 @@ from torch import Tensor
 
 from holdfast.errors import UnsupportedState, UsageError
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
-from holdfast.format.objects import decode_tree, join
+from holdfast.format.objects import decode_tree, join_path
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import StoredComponent
@@ -212,7 +212,7 @@ class ComponentView(MutableMapping[str, Any]):
             else {i: str(i) for i in range(len(container))}
         )
         for key, name in names.items():
-            unique = self._add(join(path, name), container, key)
+            unique = self._add(join_path(path, name), container, key)
             if isinstance(container[key], dict | list):
                 self._walk(container[key], unique)
 
@@ -233,7 +233,7 @@ class ComponentView(MutableMapping[str, Any]):
         return place
 
     def _at(self, path: str) -> str:
-        return join(self._source.name, path)
+        return join_path(self._source.name, path)
 
     # Copying out and in
 

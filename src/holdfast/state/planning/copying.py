@@ -54,7 +54,7 @@ _memmove.restype = None
 class TensorSource(Protocol):
     """Reader of the bytes of unread tensors."""
 
-    def copy(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
+    def read_pairs(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
         """Read the second of each pair into the first, which has its shape and dtype."""
         ...
 
@@ -84,10 +84,10 @@ class UnreadTensor:
                 f"{self.file}: {self.nbytes} bytes for one tensor cannot be allocated: {error}"
             ) from error
 
-    def read(self) -> Tensor:
+    def read_tensor(self) -> Tensor:
         """Read the tensor into new memory on the CPU."""
         values = self.empty()
-        self.source.copy([(values, self)])
+        self.source.read_pairs([(values, self)])
         return values
 
 
@@ -101,7 +101,7 @@ StoredPair: TypeAlias = tuple[Tensor, Stored]
 
 def fetched(stored: Stored) -> Tensor:
     """Return a stored tensor in memory; reads it if it is unread."""
-    return stored.read() if isinstance(stored, UnreadTensor) else stored
+    return stored.read_tensor() if isinstance(stored, UnreadTensor) else stored
 
 
 class LazyTensors(Mapping[str, S_co]):
@@ -147,7 +147,7 @@ def copy_tensors(pairs: Sequence[StoredPair]) -> None:
             in_memory.append((live, stored))
     _copy_from_memory(in_memory)
     for source, of_source in unread.items():
-        source.copy(of_source)
+        source.read_pairs(of_source)
 
 
 def read_all(tensors: Mapping[str, Stored]) -> dict[str, Tensor]:

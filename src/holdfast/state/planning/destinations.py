@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from holdfast.format.nodes import TensorRef
-from holdfast.format.objects import Refused, join
+from holdfast.format.objects import Refused, join_path
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import PLAIN_TYPES, is_dtensor
 from holdfast.state.planning.copying import Stored, fetched
@@ -56,13 +56,13 @@ class Destinations:
         if self.are_plain:
             return
         if isinstance(stored, TensorRef):
-            self._add(live, stored.key, path, problems, beside)
+            self._add_destination(live, stored.key, path, problems, beside)
         elif isinstance(stored, dict | list | tuple) and id(stored) not in self._seen:
             self._seen.add(id(stored))
             for name, item in stored.items() if isinstance(stored, dict) else enumerate(stored):
-                self.match(_item(live, name), item, join(path, name), problems, beside)
+                self.match(_item(live, name), item, join_path(path, name), problems, beside)
 
-    def _add(
+    def _add_destination(
         self, live: Any, key: str, path: str, problems: Problems, beside: Tensor | None
     ) -> None:
         shape = self._specs[key].shape

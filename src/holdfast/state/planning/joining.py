@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from holdfast.errors import UnsupportedState
-from holdfast.format.objects import decode_beside, decode_tree, document, join
+from holdfast.format.objects import decode_beside, decode_tree, document, join_path
 from holdfast.state.differences import ABSENT, are_equal, first_difference
 from holdfast.state.trees import UNSAVED
 
@@ -77,7 +77,9 @@ class _Joining:
                 if holders.setdefault(name, rank) == rank:
                     joined[name] = value
                 elif not are_equal(joined[name], value):
-                    self._refuse(join(path, name), holders[name], joined[name], rank, value)
+                    self._record_conflict(
+                        join_path(path, name), holders[name], joined[name], rank, value
+                    )
         return joined
 
     def equal(self, path: str, parts: _OfRanks) -> Any:
@@ -85,24 +87,24 @@ class _Joining:
         (first, value), *others = parts
         for rank, other in others:
             if not are_equal(value, other):
-                self._refuse(path, first, value, rank, other)
+                self._record_conflict(path, first, value, rank, other)
         return value
 
     def optimizer(self, parts: _OfRanks) -> dict[str, Any]:
         """Join the trees of optimizers; group *n* gets the names of group *n* of each rank."""
-        tree = {name: self.equal(name, list(_members(parts, name))) for name in _EQUAL}
+        tree = {name: self.equal(name, list(_iterate_members(parts, name))) for name in _EQUAL}
         # Only with parameters does an optimizer know the modules that these come from.
         some = [(rank, one) for rank, one in parts if one["shapes"]] or parts
-        tree["modules"] = self.equal("modules", list(_members(some, "modules")))
-        tree["shapes"] = self.by_name("shapes", list(_members(parts, "shapes")))
+        tree["modules"] = self.equal("modules", list(_iterate_members(some, "modules")))
+        tree["shapes"] = self.by_name("shapes", list(_iterate_members(parts, "shapes")))
         tree["devices"] = self._of_parameters(parts, "devices", "cpu")
         tree["slots"] = self._of_parameters(parts, "slots", ABSENT)
-        options = list(_members(parts, "param_groups"))
+        options = list(_iterate_members(parts, "param_groups"))
         counts = [(rank, len(groups)) for rank, groups in options]
         count = self.equal("number of param_groups", counts)
         if len({num for _, num in counts}) > 1:
             return tree  # a rank without parameters for a group must have an empty one
-        groups = list(_members(parts, "groups"))
+        groups = list(_iterate_members(parts, "groups"))
         tree["param_groups"] = [
             self._options(n, [(rank, of_rank[n]) for rank, of_rank in options])
             for n in range(count)
@@ -140,7 +142,7 @@ class _Joining:
                 for name in names:
                     first, known = home.setdefault(name, (rank, number))
                     if known != number:
-                        self._refuse(f"{name} in param_groups", first, known, rank, number)
+                        self._record_conflict(f"{name} in param_groups", first, known, rank, number)
         unnamed = sorted(name for name in home if _POSITION.fullmatch(name))
         self.conflicts += [
             (
@@ -151,12 +153,12 @@ class _Joining:
             for name in unnamed
         ]
 
-    def _refuse(self, path: str, first: int, value: Any, rank: int, other: Any) -> None:
-        path, one, two = first_difference(value, other, join(self._component, path))
+    def _record_conflict(self, path: str, first: int, value: Any, rank: int, other: Any) -> None:
+        path, one, two = first_difference(value, other, join_path(self._component, path))
         reason = f"on rank {first} it is {one}, on rank {rank} {two}"
         self.conflicts.append((path, f"{reason}; values on several ranks must be equal"))
 
 
-def _members(parts: _OfRanks, name: str) -> Iterator[tuple[int, Any]]:
+def _iterate_members(parts: _OfRanks, name: str) -> Iterator[tuple[int, Any]]:
     for rank, tree in parts:
         yield rank, tree[name]

@@ -11,7 +11,7 @@ from enum import Enum, Flag
 from typing import Any
 
 from holdfast.format.nodes import EnumValue
-from holdfast.format.objects import join, type_name
+from holdfast.format.objects import join_path, type_name
 from holdfast.state.selection import Problems, Selection, names_of_keys
 from holdfast.state.trees import LiveValue, Skeleton, nodes_in
 
@@ -74,28 +74,31 @@ class _Reviving:
 
     def _container(self, node: Any, path: str) -> Any:
         if isinstance(node, dict):
-            items = [(self._key(k, path), self.value(v, join(path, k))) for k, v in node.items()]
+            items = [
+                (self._revive_key(k, path), self.value(v, join_path(path, k)))
+                for k, v in node.items()
+            ]
             if len(dict(items)) == len(node):
                 node.clear()
                 node.update(dict(items))
             return node
         if isinstance(node, list):
-            node[:] = [self.value(item, join(path, i)) for i, item in enumerate(node)]
+            node[:] = [self.value(item, join_path(path, i)) for i, item in enumerate(node)]
             return node
         if isinstance(node, tuple):
-            made = tuple(self.value(item, join(path, i)) for i, item in enumerate(node))
+            made = tuple(self.value(item, join_path(path, i)) for i, item in enumerate(node))
             return node if _are_same(made, node) else made
         return self._set(node, path)
 
     def _set(self, node: Any, path: str) -> Any:
-        members = [self._key(member, path) for member in node]
+        members = [self._revive_key(member, path) for member in node]
         return node if len(set(members)) < len(node) else type(node)(members)
 
-    def _key(self, key: Any, path: str) -> Any:
+    def _revive_key(self, key: Any, path: str) -> Any:
         if isinstance(key, EnumValue):
             return self._member(key, path)
         if type(key) is tuple:
-            made = tuple(self._key(item, path) for item in key)
+            made = tuple(self._revive_key(item, path) for item in key)
             return key if _are_same(made, key) else made
         return self._set(key, path) if isinstance(key, frozenset) else key
 
@@ -117,7 +120,7 @@ def keep_live(stored: Any, live: Any, component: str, selection: Selection) -> b
     A tuple or a set is one value. Returns whether any stored value will be loaded.
     """
     if not isinstance(stored, dict | list):
-        return not selection.leaves(component)
+        return not selection.is_excluded(component)
     keeping = _Keeping(component, selection)
     keeping.container(stored, live, "")
     return keeping.num_wanted > 0 or selection.includes(component)
@@ -143,7 +146,7 @@ class _Keeping:
         for key, name in names_of_keys(dict.fromkeys([*stored, *live])).items():
             # For a missing key a Counter returns 0, and a defaultdict makes an entry.
             known = dict.get(live, key, _ABSENT)
-            value = self._chosen(dict.get(stored, key, _ABSENT), known, join(path, name))
+            value = self._choose_value(dict.get(stored, key, _ABSENT), known, join_path(path, name))
             if value is not _ABSENT:
                 stored[key] = value
             elif key in stored:
@@ -154,16 +157,16 @@ class _Keeping:
         for i in range(max(len(stored), len(live))):
             value = stored[i] if i < len(stored) else _ABSENT
             known = live[i] if i < len(live) else _ABSENT
-            values.append(self._chosen(value, known, join(path, i)))
+            values.append(self._choose_value(value, known, join_path(path, i)))
         stored[:] = [value for value in values if value is not _ABSENT]
 
-    def _chosen(self, value: Any, known: Any, path: str) -> Any:
+    def _choose_value(self, value: Any, known: Any, path: str) -> Any:
         """Return the value for `path`: the stored one, the live one, or `_ABSENT`."""
         shown = value if value is not _ABSENT else known
         if isinstance(shown, dict | list) and not self._choice.skips(self._component, path):
             return self._chosen_inside(value, known, path)
-        if self._choice.leaves(self._component, path):
-            return _kept(known)
+        if self._choice.is_excluded(self._component, path):
+            return _wrap_known(known)
         self.num_wanted += value is not _ABSENT
         return value
 
@@ -173,12 +176,12 @@ class _Keeping:
         before = self.num_wanted
         self.container(inside, known, path)
         if not is_included:
-            return inside if self.num_wanted > before else _kept(known)
+            return inside if self.num_wanted > before else _wrap_known(known)
         self.num_wanted += value is not _ABSENT
         return inside if inside or value is not _ABSENT else _ABSENT
 
 
-def _kept(known: Any) -> Any:
+def _wrap_known(known: Any) -> Any:
     return known if known is _ABSENT else LiveValue(known)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from holdfast.errors import MismatchError, listing
 from holdfast.format.nodes import ArrayRef, EnumValue, GeneratorState, TensorRef
-from holdfast.format.objects import join
+from holdfast.format.objects import join_path
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, identity, local_of, refusal, span
@@ -60,15 +60,15 @@ class Placement:
     needs_device = False
     """Whether a live tensor on another device is replaced, not copied into."""
 
-    def device(self, ref: TensorRef) -> torch.device:
+    def choose_device(self, ref: TensorRef) -> torch.device:
         """Return the stored device, or the CPU if this machine lacks it."""
         return present_device(ref.device)
 
-    def make(self, ref: TensorRef, stored: Tensor) -> Tensor:
+    def make_tensor(self, ref: TensorRef, stored: Tensor) -> Tensor:
         """Make a tensor in newly allocated memory, with its saved layout."""
         if ref.grad or ref.parameter or ref.order:
-            return with_flags(placed(stored, ref, self.device(ref)), ref)
-        return owned(stored, self.device(ref))
+            return with_flags(placed(stored, ref, self.choose_device(ref)), ref)
+        return owned(stored, self.choose_device(ref))
 
 
 _STORED_PLACE = Placement()
@@ -107,7 +107,7 @@ class Claims:
             if refusal(tensor) is None
         }
 
-    def take(self, who: Any) -> bool:
+    def claim_identity(self, who: Any) -> bool:
         """Claim the hashable identity `who`; False if it was claimed before."""
         if who in self._taken:
             return False
@@ -150,10 +150,10 @@ class Claims:
 
     def _take_part(self, storage: int, owner: _Owner, claim: _Owner) -> str | None:
         if storage not in self._spans:
-            self._spans[storage] = [(*span(owner[0]), join(*owner[1:]))]
+            self._spans[storage] = [(*span(owner[0]), join_path(*owner[1:]))]
         spans = self._spans[storage]
         start, stop = span(claim[0])
-        path = join(*claim[1:])
+        path = join_path(*claim[1:])
         at = bisect(spans, (start, stop, path))
         for other in spans[max(at - 1, 0) : at + 1]:
             if start < other[1] and other[0] < stop:
@@ -170,7 +170,7 @@ class Claims:
         self._lists.append([])
         return self._lists[-1]
 
-    def note(self, message: str) -> None:
+    def add_note(self, message: str) -> None:
         """Add a message to `notes`."""
         self._messages.append(message)
 
@@ -179,7 +179,7 @@ class Claims:
         """Messages about inexact restores: memory no longer shared, tensors on other devices."""
         paths: dict[str, list[str]] = {}
         for remark in (remark for remarks in self._lists for remark in remarks):
-            paths.setdefault(remark.reason, []).append(join(remark.component, remark.path))
+            paths.setdefault(remark.reason, []).append(join_path(remark.component, remark.path))
         shared = (f"{shortened(names)}: {reason}" for reason, names in paths.items())
         return (*shared, *self._messages)
 
@@ -323,17 +323,17 @@ class Merge:
     def merge(self, live: Any, stored: Any, place: Placement = _STORED_PLACE) -> Any:
         """Plan the replacement of `live` by `stored`; returns `live` itself where possible."""
         if isinstance(stored, TensorRef):
-            return self._tensor(live, stored, place)
+            return self._merge_tensor(live, stored, place)
         if isinstance(stored, dict | list):
             return self._container(live, stored, place)
         if isinstance(stored, tuple | set | frozenset):
             return self._immutable(live, stored, place)
         if isinstance(stored, GeneratorState):
-            return self._generator(live, stored)
+            return self._merge_generator(live, stored)
         if isinstance(stored, EnumValue):
             return revived(live, stored)
         return (
-            self._array(live, stored)
+            self._merge_array(live, stored)
             if isinstance(stored, ArrayRef)
             else self._lifting.lift(stored)
         )
@@ -341,21 +341,21 @@ class Merge:
     def refill(self, live: Any, stored: Any, place: Placement = _STORED_PLACE) -> Any:
         """Plan to refill the container `live`, even if its class differs from the stored one."""
         self._made[id(stored)] = live
-        self._claims.take(id(live))
-        self._fill(live, live, stored, place)
+        self._claims.claim_identity(id(live))
+        self._fill_container(live, live, stored, place)
         return live
 
     def _container(self, live: Any, stored: Any, place: Placement) -> Any:
         if id(stored) in self._made:
             return self._made[id(stored)]
         same = type(live) is type(stored)
-        is_free = same and self._claims.take(id(live))
+        is_free = same and self._claims.claim_identity(id(live))
         if same and not is_free:
             self._remark(stored, _SHARED)
         target = live if is_free else type(stored)()
         self._alive.append(stored)
         self._made[id(stored)] = target
-        self._fill(live, target, stored, place)
+        self._fill_container(live, target, stored, place)
         return target
 
     def _remark(self, stored: Any, reason: str) -> None:
@@ -366,7 +366,7 @@ class Merge:
     def _remark_tensor(self, key: str, reason: str) -> None:
         self._remarks.append(_Remark(component=self._component, path=key, reason=reason))
 
-    def _fill(self, live: Any, target: Any, stored: Any, place: Placement) -> None:
+    def _fill_container(self, live: Any, target: Any, stored: Any, place: Placement) -> None:
         before = len(self._remarks)
         self._fill_items(live, target, stored, place)
         if len(self._remarks) > before:
@@ -378,7 +378,7 @@ class Merge:
         for remark in remarks:
             if remark.stored is not None and id(remark.stored) in names:
                 name = str(names[id(remark.stored)])
-                remark.path = join(name, remark.path) if remark.path else name
+                remark.path = join_path(name, remark.path) if remark.path else name
                 remark.stored = stored
 
     def _fill_items(self, live: Any, target: Any, stored: Any, place: Placement) -> None:
@@ -417,7 +417,7 @@ class Merge:
             return None
         if len({*keys}) < len(keys) or not self._made_tensors.keys().isdisjoint(keys):
             return None
-        if not _all_fit(live, [*_values(self._specs, keys)]):
+        if not _all_fit(live, [*_select_values(self._specs, keys)]):
             return None
         if not self._claims.take_memories(live, self._component, keys):
             return None
@@ -442,7 +442,7 @@ class Merge:
         self._continue_paths(self._remarks[before:], stored)
         return made
 
-    def _tensor(self, live: Any, ref: TensorRef, place: Placement) -> Tensor:
+    def _merge_tensor(self, live: Any, ref: TensorRef, place: Placement) -> Tensor:
         made = self._made_tensors.get(ref.key)
         if made is None:
             made = self._made_tensors[ref.key] = self._new_tensor(live, ref, place)
@@ -468,11 +468,11 @@ class Merge:
 
     def _made_at(self, place: Placement, ref: TensorRef, stored: Stored) -> Tensor:
         if ref.key in self._layouts:
-            local = place.make(TensorRef(ref.key, ref.device), fetched(stored))
+            local = place.make_tensor(TensorRef(ref.key, ref.device), fetched(stored))
             return with_flags(placed_as(self._layouts[ref.key], local), ref)
         if not isinstance(stored, UnreadTensor):
-            return place.make(ref, stored)
-        made = place.make(ref, stored.empty(place.device(ref)))
+            return place.make_tensor(ref, stored)
+        made = place.make_tensor(ref, stored.empty(place.choose_device(ref)))
         self._copies.append((made.detach(), stored))
         return made
 
@@ -497,12 +497,12 @@ class Merge:
     def _is_on_device(live: Tensor, ref: TensorRef, place: Placement) -> bool:
         if place is _STORED_PLACE and ref.device == "cpu" and live.is_cpu:
             return True
-        return live.device.type == place.device(ref).type
+        return live.device.type == place.choose_device(ref).type
 
     def _check_not_trained(self, live: Tensor, spec: TensorSpec) -> None:
         """Refuse to replace a live tensor that requires grad, as an optimizer may hold it."""
         if live.requires_grad:
-            path = join(self._component, spec.key)
+            path = join_path(self._component, spec.key)
             raise MismatchError(
                 "the checkpoint",
                 wrong_shape=[
@@ -511,22 +511,22 @@ class Merge:
                 ],
             )
 
-    def _generator(self, live: Any, node: GeneratorState) -> Any:
-        fresh = self._lifting.generator(node)
+    def _merge_generator(self, live: Any, node: GeneratorState) -> Any:
+        fresh = self._lifting.lift_generator(node)
         kind = generators.kind_of(live)
         same = kind == node.kind and generators.misfit(live, node, self._specs) is None
         if not same:
             return fresh
-        members = self._lifting.members(node.members)
+        members = self._lifting.lift_members(node.members)
         first = self._claims.take_state(live, members)
         if first is members:
-            self._edits.append(lambda: generators.write(live, members))
+            self._edits.append(lambda: generators.write_generator_state(live, members))
         elif not _same_state(first, members):
             self._remark(node, _SHARED)
             return fresh
         return live
 
-    def _array(self, live: Any, ref: ArrayRef) -> Any:
+    def _merge_array(self, live: Any, ref: ArrayRef) -> Any:
         if ref.key not in self._made_arrays:
             self._made_arrays[ref.key] = self._new_array(live, ref)
         return self._made_arrays[ref.key]
@@ -538,7 +538,7 @@ class Merge:
         fits = live.dtype == stored.dtype and live.shape == stored.shape and live.flags.writeable
         if not fits:
             return stored
-        if not self._claims.take(("array", id(_root(live)))):
+        if not self._claims.claim_identity(("array", id(_find_base_array(live)))):
             self._remark_tensor(ref.key, _OVERLAPS)
             return stored
         self._edits.append(lambda: np.copyto(live, stored))
@@ -575,7 +575,7 @@ def _same_state(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _values(of: Mapping[str, _T], keys: Sequence[str]) -> Iterable[_T]:
+def _select_values(of: Mapping[str, _T], keys: Sequence[str]) -> Iterable[_T]:
     """Return the values of `keys`; fast if these are all keys in the same order."""
     return of.values() if [*of] == keys else map(of.__getitem__, keys)
 
@@ -595,7 +595,7 @@ def _refill_list(target: list[Any], values: Sequence[Any]) -> None:
     target[:] = values
 
 
-def _root(array: np.ndarray[Any, Any]) -> Any:
+def _find_base_array(array: np.ndarray[Any, Any]) -> Any:
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array

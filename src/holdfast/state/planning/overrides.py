@@ -51,12 +51,12 @@ class OptimizerOptions:
     def origins(self, *, is_start: bool) -> dict[str, str]:
         """The options as text; unless a run starts here, without those that schedules change."""
         return {
-            option.path: _text(option.value)
+            option.path: _format_value(option.value)
             for option in self._options
             if is_start or not self._is_moved(option)
         }
 
-    def check(self, override: Collection[str], schedules: Collection[str]) -> None:
+    def check_overrides(self, override: Collection[str], schedules: Collection[str]) -> None:
         """Raise `UsageError` if one of `override` is no option of any optimizer, or group.
 
         `schedules` are settings of schedulers by path, which may be named, too.
@@ -74,7 +74,7 @@ class OptimizerOptions:
                 f"there are {', '.join(known) or 'none'}{example}{others}"
             )
 
-    def settle(
+    def apply_overrides(
         self, override: Collection[str], origins: Mapping[str, str], *, loaded: Collection[str]
     ) -> tuple[list[str], dict[str, str]]:
         """Set, after a load, what is overridden; returns notes, and the origins from now on.
@@ -85,28 +85,29 @@ class OptimizerOptions:
         """
         notes, settled = [], {}
         for option in self._options:
-            stored, given = _base(option.group, option.name), _text(option.value)
+            stored, given = _base(option.group, option.name), _format_value(option.value)
             if option.component not in loaded:
                 settled[option.path] = given
                 continue
-            unknown = given if self._is_moved(option) else _text(stored)
+            unknown = given if self._is_moved(option) else _format_value(stored)
             origin = origins.get(option.path, unknown)
             settled[option.path] = origin
             if given == origin:
                 continue
-            if given == _text(stored):  # such as after a load that has left options out
+            if given == _format_value(stored):  # such as after a load that has left options out
                 settled[option.path] = given
                 continue
             if option.is_named(override):
                 self._set(option, stored)
                 settled[option.path] = given
                 notes.append(
-                    f"{option.path}: the script's {given} replaces the checkpoint's {_text(stored)}"
+                    f"{option.path}: the script's {given} replaces the checkpoint's "
+                    f"{_format_value(stored)}"
                 )
             else:
                 notes.append(
-                    f"{option.path}: using {_text(stored)} from the checkpoint, not {given} from "
-                    f"the script; pass override=[{option.name!r}] to use the script's"
+                    f"{option.path}: using {_format_value(stored)} from the checkpoint, not "
+                    f"{given} from the script; pass override=[{option.name!r}] to use the script's"
                 )
         return notes, settled
 
@@ -120,16 +121,16 @@ class OptimizerOptions:
         group, name = option.group, option.name
         for key, value in option.beside.items():
             if key in group and (name == "lr") == key.endswith("lr"):
-                put(group, key, value)
+                set_option(group, key, value)
         if name != "lr" or _BASE not in group:
             if not (name in _CYCLED and "max_momentum" in group):
-                put(group, name, option.value)
+                set_option(group, name, option.value)
             return
         # The schedule goes on as it was, at another height.
         base = float(stored)
         rate = float(group["lr"]) / base * float(option.value) if base else option.value
-        put(group, "lr", rate)
-        put(group, _BASE, option.value)
+        set_option(group, "lr", rate)
+        set_option(group, _BASE, option.value)
         for scheduler, max_lrs in self._schedulers:
             for number, of in enumerate(scheduler.optimizer.param_groups):
                 if of is group:
@@ -189,13 +190,13 @@ def copied(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, tuple | list):
-        return f"({', '.join(map(_text, value))})"
+        return f"({', '.join(map(_format_value, value))})"
     return repr(value.item() if isinstance(value, Tensor) else value)
 
 
-def put(group: dict[str, Any], name: str, value: Any) -> None:
+def set_option(group: dict[str, Any], name: str, value: Any) -> None:
     """Set an option; a tensor stays the same tensor."""
     live = group.get(name)
     if isinstance(live, Tensor):

@@ -76,7 +76,7 @@ class TreePlan(LoadPlan):
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Check that both sides are dicts, or both lists. Keys that differ become notes."""
         self._wanted = skeleton.value
-        problems.notes += skeleton.notes(self._component)
+        problems.notes += skeleton.list_absent_devices(self._component)
         is_dict = isinstance(self._live, dict)
         if not isinstance(self._wanted, dict if is_dict else list):
             stored, live = type(self._wanted).__name__, type(self._live).__name__
@@ -104,12 +104,12 @@ def _compare_keys(component: str, stored: Any, live: Any, problems: Problems) ->
     if not (isinstance(stored, dict) and isinstance(live, dict) and live):
         return
     if removed := [key for key in live if key not in stored]:
-        problems.lost.append(f"{component}: {_named(removed)} not in the checkpoint, removed")
+        problems.lost.append(f"{component}: {_join_keys(removed)} not in the checkpoint, removed")
     if added := [key for key in stored if key not in live]:
-        problems.notes.append(f"{component}: {_named(added)} in the checkpoint only, added")
+        problems.notes.append(f"{component}: {_join_keys(added)} in the checkpoint only, added")
 
 
-def _named(keys: list[Any]) -> str:
+def _join_keys(keys: list[Any]) -> str:
     # Only keys that are shown are formatted: a live one may have no `repr`.
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
     return ", ".join(f"{key!r:.40}" for key in keys[:3]) + more
@@ -136,7 +136,7 @@ class ObjectPlan(LoadPlan):
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Check a scheduler's kind; replace excluded values and enumerations by live ones."""
         self._wanted = skeleton.value
-        problems.notes += skeleton.notes(self._component)
+        problems.notes += skeleton.list_absent_devices(self._component)
         if isinstance(self._live, GradScaler) and self._live.is_enabled() is not bool(self._wanted):
             then = "without" if self._live.is_enabled() else "with"
             problems.lost.append(
@@ -188,7 +188,7 @@ class ObjectPlan(LoadPlan):
         if callable(check):
             notes = check(self._value)
             for note in notes if isinstance(notes, list) else ():
-                claims.note(f"{self._component}: {note}")
+                claims.add_note(f"{self._component}: {note}")
         elif not hasattr(self._live, "__iter__"):  # a source of data, which may start workers
             self._try({key: placed[key].clone() for key in keys_in(self._wanted)})
 
@@ -221,7 +221,7 @@ class ObjectPlan(LoadPlan):
                 live.load_state_dict(before)
         finally:
             if attributes is not None:
-                attributes.put_back()
+                attributes.restore_attributes()
 
     def finish(self) -> None:
         """Call `load_state_dict`, if anything of the state is selected."""
@@ -248,16 +248,16 @@ class GeneratorPlan(LoadPlan):
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Validate the state by setting it on a scratch generator."""
-        self._members = Lifting(Fetching(tensors)).members(self._wanted.members)
+        self._members = Lifting(Fetching(tensors)).lift_members(self._wanted.members)
         try:
-            generators.write(generators.scratch(self._live), self._members)
+            generators.write_generator_state(generators.scratch(self._live), self._members)
         except (ValueError, TypeError, RuntimeError, OverflowError) as err:
             what = f"{self._component}: the stored generator state is not valid"
             raise FormatError(f"{what}: {err}") from err
 
     def finish(self) -> None:
         """Set the state of the generator."""
-        generators.write(self._live, self._members)
+        generators.write_generator_state(self._live, self._members)
 
 
 class RngPlan(LoadPlan):
@@ -277,7 +277,7 @@ class RngPlan(LoadPlan):
         globals_ = generators.global_generators(initialise=bool(stored.get("devices")))
         live, nodes = _flat(globals_), _flat(stored)
         for name, node in nodes.items():
-            if wishes.selection.leaves(RNG, name):
+            if wishes.selection.is_excluded(RNG, name):
                 continue
             if name not in live:
                 problems.notes.append(f"{RNG}.{name}: no such generator here, not restored")
@@ -286,7 +286,7 @@ class RngPlan(LoadPlan):
             plan.check(Skeleton(value=node), wishes, problems)
             self._plans.append(plan)
         for name in live.keys() - nodes.keys():
-            if not wishes.selection.leaves(RNG, name):
+            if not wishes.selection.is_excluded(RNG, name):
                 problems.notes.append(f"{RNG}.{name}: not in the checkpoint, unchanged")
         problems.notes += _other_versions(stored.get("versions"), globals_["versions"])
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from holdfast.errors import UsageError
-from holdfast.state.planning.overrides import OptimizerOptions, copied, put
+from holdfast.state.planning.overrides import OptimizerOptions, copied, set_option
 
 NO_SETTINGS = frozenset(
     {"params", "param_names", "self", "optimizer", "last_epoch", "verbose", "schedulers"}
@@ -51,10 +51,12 @@ def schedule_settings(state: Mapping[str, Any]) -> Iterator[ScheduleSetting]:
     """Yield the settings of all schedulers of a state, also of inner ones."""
     for component, value in state.items():
         if isinstance(value, LRScheduler):
-            yield from _settings(component, component, value)
+            yield from _iterate_settings(component, component, value)
 
 
-def _settings(component: str, where: str, scheduler: LRScheduler) -> Iterator[ScheduleSetting]:
+def _iterate_settings(
+    component: str, where: str, scheduler: LRScheduler
+) -> Iterator[ScheduleSetting]:
     arguments = inspect.signature(type(scheduler).__init__).parameters.keys() - NO_SETTINGS
     owner = vars(scheduler)
     for key in sorted(owner):
@@ -64,13 +66,13 @@ def _settings(component: str, where: str, scheduler: LRScheduler) -> Iterator[Sc
                 component=component, path=f"{where}.{name}", name=name, owner=owner, key=key
             )
     for number, inner in enumerate(owner.get(_INNER, ())):
-        yield from _settings(component, f"{where}.{number}", inner)
+        yield from _iterate_settings(component, f"{where}.{number}", inner)
 
 
 def check_override(state: Mapping[str, Any], override: Collection[str]) -> None:
     """Raise `UsageError` if no optimizer and no scheduler has what `override` names."""
     paths = [setting.path for setting in schedule_settings(state)]
-    OptimizerOptions(state).check(override, paths)
+    OptimizerOptions(state).check_overrides(override, paths)
 
 
 class ScriptSchedules:
@@ -84,7 +86,7 @@ class ScriptSchedules:
             name: _Copy(state[name]) for name in dict.fromkeys(one.component for one in named)
         }
 
-    def settle(self, loaded: Collection[str]) -> list[str]:
+    def apply_overrides(self, loaded: Collection[str]) -> list[str]:
         """Set, after a load, what is overridden; returns notes."""
         notes: list[str] = []
         for name, made in self._made.items():
@@ -93,7 +95,7 @@ class ScriptSchedules:
         return notes
 
     def _settle_one(self, name: str, live: LRScheduler, made: _Copy) -> list[str]:
-        pairs = [*zip(_settings(name, name, live), made.settings(name), strict=True)]
+        pairs = [*zip(_iterate_settings(name, name, live), made.settings(name), strict=True)]
         taken = [
             (now, script)
             for now, script in pairs
@@ -142,23 +144,23 @@ class _Copy:
             for group in live.optimizer.param_groups
         ]
         self._optimizer = SimpleNamespace(param_groups=self._groups, step=lambda: None)
-        self._scheduler = self._copy(live)
+        self._scheduler = self._copy_scheduler(live)
         self._begun_at = _steps(live)
 
-    def _copy(self, live: LRScheduler) -> LRScheduler:
+    def _copy_scheduler(self, live: LRScheduler) -> LRScheduler:
         made = copy.copy(live)
         for key, value in vars(live).items():
             if key == "optimizer":
                 made.optimizer = self._optimizer  # type: ignore[assignment]
             elif key == _INNER:
-                vars(made)[key] = [self._copy(inner) for inner in value]
+                vars(made)[key] = [self._copy_scheduler(inner) for inner in value]
             elif isinstance(value, list | dict):
                 vars(made)[key] = copy.copy(value)
         return made
 
     def settings(self, name: str) -> Iterator[ScheduleSetting]:
         """Yield the settings of the copy, in the order of those of the live scheduler."""
-        return _settings(name, name, self._scheduler)
+        return _iterate_settings(name, name, self._scheduler)
 
     def replay(self, name: str, live: LRScheduler) -> None:
         """Step the copy as often as the live scheduler was stepped, and take its state over."""
@@ -182,7 +184,7 @@ class _Copy:
         for group, own in zip(live.optimizer.param_groups, self._groups, strict=True):
             for key, value in own.items():
                 if key in _RATES or "max_momentum" in own:
-                    put(group, key, value)
+                    set_option(group, key, value)
 
     def _scale(self, live: LRScheduler) -> None:
         """Begin at the base rates of the live groups, which `override` may have set as well."""

@@ -28,8 +28,8 @@ class Settings:
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._made = [
             (path, how, owner, name, value)
-            for path, how, owner, name in _settings(state)
-            if isinstance(value := _value(owner, name), _PLAIN)
+            for path, how, owner, name in _iterate_all_settings(state)
+            if isinstance(value := _current_setting(owner, name), _PLAIN)
         ]
 
     def replaced(self) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ class Settings:
         return tuple(
             f"{path}: using {now!r} from the checkpoint, not {made!r} from the script; {how}"
             for path, how, owner, name, made in self._made
-            if (now := _value(owner, name)) != made
+            if (now := _current_setting(owner, name)) != made
         )
 
 
@@ -48,7 +48,9 @@ def made_with(scheduler: LRScheduler, *, only_required: bool = False) -> frozens
     return frozenset(names.intersection(vars(scheduler)) - NO_SETTINGS)
 
 
-def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any], str]]:
+def _iterate_all_settings(
+    state: Mapping[str, Any],
+) -> Iterator[tuple[str, str, dict[str, Any], str]]:
     """Yield (path, how, owner, name) of each setting: `owner[name]` is its value.
 
     `how` says how the script's value can be taken.
@@ -69,7 +71,7 @@ def _settings(state: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, An
         yield setting.path, how, setting.owner, setting.key
 
 
-def _value(owner: Mapping[str, Any], name: str) -> Any:
+def _current_setting(owner: Mapping[str, Any], name: str) -> Any:
     """Return the current value of a setting; a copy if a load may change it in place."""
     value = owner.get(name)
     if isinstance(value, Tensor):
@@ -96,7 +98,7 @@ class Rates:
             for name, scheduler in self._schedulers.items()
         }
 
-    def put_back(self, new: Collection[str]) -> None:
+    def restore_rates(self, new: Collection[str]) -> None:
         """Restore, after a load, the groups that only the schedulers named in `new` change."""
         driven = {
             id(group)

@@ -22,7 +22,7 @@ _MAX_DEPTH = 4
 
 
 @contextmanager
-def put_back(modules: Iterable[nn.Module], *, written: Iterable[nn.Module]) -> Iterator[None]:
+def undo_changes(modules: Iterable[nn.Module], *, written: Iterable[nn.Module]) -> Iterator[None]:
     """Undo all changes that the block makes to attributes of `modules` and tensors of `written`.
 
     Versions of tensors stay, so that a
@@ -31,12 +31,12 @@ def put_back(modules: Iterable[nn.Module], *, written: Iterable[nn.Module]) -> I
     inners = list({id(inner): inner for inner in modules}.values())
     with torch.no_grad(), ExitStack() as undoing:
         for inner in inners:
-            undoing.callback(Attributes(inner).put_back)
+            undoing.callback(Attributes(inner).restore_attributes)
         for tensor in _tensors_of(inners):
             if not is_lazy(tensor) and not tensor.is_inference():
                 undoing.enter_context(_unsafe_preserve_version_counter(tensor))
         for tensor in _tensors_of(written):
-            undoing.callback(_Values(tensor).put_back)
+            undoing.callback(_Values(tensor).restore_values)
         yield
 
 
@@ -63,7 +63,7 @@ class Attributes:
             _find_containers(value, found, 0)
         self._contents = [(value, value.copy()) for value in found.values()]
 
-    def put_back(self) -> None:
+    def restore_attributes(self) -> None:
         """Undo all changes since."""
         for container, content in self._contents:
             _refill(container, content)
@@ -105,7 +105,7 @@ class _Values:
             self._values = self._memory.to("cpu", copy=True)
             self._needs_grad = tensor.requires_grad
 
-    def put_back(self) -> None:
+    def restore_values(self) -> None:
         if type(self._tensor) is not self._kind:  # a lazy parameter that was made
             self._tensor.data = torch.empty(0, device=self._tensor.device)
             self._tensor.__class__ = self._kind

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import NotFound, StoreError, UnsupportedStore
 from holdfast.events import logger
-from holdfast.store.base import expect_inside, final_nbytes, flat
+from holdfast.store.base import expect_inside, final_nbytes, flatten_buffer
 from holdfast.store.local.files import (
     FILE_MODE,
     NEW_FILE,
@@ -87,7 +87,8 @@ def takes_direct_writes(direct: DirectFile) -> bool:
 class DirectWrites:
     """Decides whether one store writes its files with O_DIRECT: by option or by a trial.
 
-    `wanted` is None for a trial: by `choose`, else with the first file that is long enough.
+    `wanted` is None for a trial: by `try_direct_writes`, else with the first file that is long
+    enough.
     """
 
     def __init__(self, wanted: bool | None) -> None:
@@ -96,7 +97,7 @@ class DirectWrites:
         self._has_warned = False
         self._lock = threading.Lock()
 
-    def choose(self, folder_fd: int) -> str:
+    def try_direct_writes(self, folder_fd: int) -> str:
         """Try direct writes with a scratch file; return a text on how files will be written."""
         if self._wanted is False:
             return "through the page cache, as direct_io=False asks"
@@ -109,7 +110,7 @@ class DirectWrites:
             raise UnsupportedStore(_REFUSED)
         return "through the page cache, because this file system refuses O_DIRECT"
 
-    def open(self, folder_fd: int, name: str, nbytes: int) -> DirectFile | None:
+    def open_direct_file(self, folder_fd: int, name: str, nbytes: int) -> DirectFile | None:
         """Open a new file of `nbytes` bytes for direct writes; None if they do not work."""
         with self._lock:
             direct = None if self._works is False else open_direct(folder_fd, name)
@@ -126,7 +127,7 @@ class DirectWrites:
             return None
         return direct
 
-    def warn(self, path: str, error: OSError) -> None:
+    def log_refusal(self, path: str, error: OSError) -> None:
         """Log once that a direct write was refused, and that the page cache is used instead."""
         with self._lock:
             has_warned, self._has_warned = self._has_warned, True
@@ -207,9 +208,9 @@ class LocalBlockWriter:
 
     def write(self, start: int, data: memoryview) -> None:
         """Write `data` at byte `start`, directly from its memory where that is aligned."""
-        piece = flat(data)
+        piece = flatten_buffer(data)
         expect_inside(self._path, start, len(piece), self._nbytes)
-        with self._call("write", becomes=_WriterState.WRITING):
+        with self._change_state("write", becomes=_WriterState.WRITING):
             direct_nbytes = self._write_direct(start, piece)
             write_all(self._fd, piece[direct_nbytes:], start + direct_nbytes)
             with self._lock:
@@ -231,7 +232,7 @@ class LocalBlockWriter:
             raise StoreError(
                 f"finish {self._path}: {missing_nbytes} of {length} bytes were not written"
             )
-        with self._call("finish", becomes=_WriterState.FINISHING) as report:
+        with self._change_state("finish", becomes=_WriterState.FINISHING) as report:
             if os.fstat(self._fd).st_size != length:
                 os.ftruncate(self._fd, length)
             sync(self._fd)
@@ -250,10 +251,10 @@ class LocalBlockWriter:
             was_aborted = self._state is _WriterState.ABORTED
             self._state = _WriterState.ABORTED
             if not was_aborted and self._calls_under_way == 0:
-                self._close()
+                self._close_descriptors()
 
     @contextmanager
-    def _call(self, operation: str, *, becomes: _WriterState) -> Iterator[Reporting]:
+    def _change_state(self, operation: str, *, becomes: _WriterState) -> Iterator[Reporting]:
         # The last call closes the descriptors: a number closed under a running write could already
         # belong to another file.
         with self._lock:
@@ -269,9 +270,9 @@ class LocalBlockWriter:
                 self._calls_under_way -= 1
                 is_over = self._state in (_WriterState.FINISHED, _WriterState.ABORTED)
                 if is_over and self._calls_under_way == 0:
-                    self._close()
+                    self._close_descriptors()
 
-    def _close(self) -> None:
+    def _close_descriptors(self) -> None:
         if self._state is _WriterState.ABORTED:
             remove_quietly(self._folder_fd, os.path.basename(self._path))
         for fd in (self._fd, self._folder_fd, *([self._direct.fd] if self._direct else [])):

@@ -115,7 +115,7 @@ class Draft:
         self._fd = fd
         self._temporary = temporary
 
-    def link(self, name: str) -> bool:
+    def link_draft(self, name: str) -> bool:
         """Make a hard link `name` to the draft; False if the file system has no hard links."""
         source = self._temporary or f"{OWN_FDS}/{self._fd}"
         try:
@@ -144,10 +144,10 @@ class Draft:
                 ) from err
             raise
 
-    def replace(self, name: str) -> bool:
+    def rename_over(self, name: str) -> bool:
         """Rename the draft to `name`, replacing a file atomically; False: no hard links."""
         source = self._temporary or temporary_name()
-        if self._temporary is None and not self.link(source):
+        if self._temporary is None and not self.link_draft(source):
             return False
         try:
             replace_with(self._folder_fd, source, name)

@@ -24,7 +24,7 @@ class Names(Protocol):
     def expect_writable(self) -> None:
         """Raise `UnsupportedStore` if this system lacks what a durable write needs."""
 
-    def opened(self, folder: str) -> AbstractContextManager[int]:
+    def open_folder(self, folder: str) -> AbstractContextManager[int]:
         """Open a folder below the root, for a write in it; yields its descriptor."""
         ...
 
@@ -40,7 +40,7 @@ class Names(Protocol):
         """List a folder, as `folders.scan` does."""
         ...
 
-    def target(self, name: str) -> str:
+    def read_link_target(self, name: str) -> str:
         """Return the target of a symbolic link in the root itself."""
         ...
 
@@ -59,30 +59,30 @@ class OpenFolders:
     def expect_writable(self) -> None:
         """No-op."""
 
-    def opened(self, folder: str) -> AbstractContextManager[int]:
+    def open_folder(self, folder: str) -> AbstractContextManager[int]:
         """Open a folder below the root; yields its descriptor."""
         return opened_folder(self._root, segments_of(folder))
 
     def open(self, key: str) -> int:
         """Open a file of any type for reading; return its descriptor."""
         folder, _, name = key.rpartition("/")
-        with self.opened(folder) as folder_fd:
+        with self.open_folder(folder) as folder_fd:
             return open_file(folder_fd, name)
 
     def status(self, key: str) -> os.stat_result:
         """Return the status of a file, or of a symbolic link itself."""
         folder, _, name = key.rpartition("/")
-        with self.opened(folder) as folder_fd:
+        with self.open_folder(folder) as folder_fd:
             return os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
 
     def scan(self, folder: str, *, sizes: bool) -> list[tuple[str, int]]:
         """List a folder."""
-        with self.opened(folder) as folder_fd:
+        with self.open_folder(folder) as folder_fd:
             return scan(folder_fd, sizes=sizes)
 
-    def target(self, name: str) -> str:
+    def read_link_target(self, name: str) -> str:
         """Return the target of a symbolic link in the root itself."""
-        with self.opened("") as root_fd:
+        with self.open_folder("") as root_fd:
             return os.readlink(name, dir_fd=root_fd)
 
 
@@ -103,25 +103,25 @@ class Paths:
             "save on Linux or macOS (on Windows: in WSL), or to a bucket, such as s3://…"
         )
 
-    def opened(self, folder: str) -> AbstractContextManager[int]:
+    def open_folder(self, folder: str) -> AbstractContextManager[int]:
         """Raise `UnsupportedStore`."""
         self.expect_writable()
         raise AssertionError
 
     def open(self, key: str) -> int:
         """Open a file for reading; return its descriptor."""
-        return os.open(self._checked(key), READ)
+        return os.open(self._resolve_path(key), READ)
 
     def status(self, key: str) -> os.stat_result:
         """Return the status of a file, or of a symbolic link itself."""
         folder, _, name = key.rpartition("/")
-        return os.lstat(os.path.join(self._checked(folder), name))
+        return os.lstat(os.path.join(self._resolve_path(folder), name))
 
     def scan(self, folder: str, *, sizes: bool) -> list[tuple[str, int]]:
         """List a folder."""
-        return scan(self._checked(folder), sizes=sizes)
+        return scan(self._resolve_path(folder), sizes=sizes)
 
-    def target(self, name: str) -> str:
+    def read_link_target(self, name: str) -> str:
         """Return the target of a symbolic link in the root itself."""
         path = os.path.join(self._root, name)
         if not os.path.islink(path):
@@ -129,7 +129,7 @@ class Paths:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
         return os.readlink(path)
 
-    def _checked(self, key: str) -> str:
+    def _resolve_path(self, key: str) -> str:
         """Return the path of a key, no part of which is a symbolic link."""
         path = self._root
         for segment in segments_of(key):

@@ -117,7 +117,7 @@ class Reporting:
     def _describe_free_space(self) -> str:
         asked = "" if self._nbytes is None else f"asked for {self._nbytes} bytes, and "
         try:
-            free = free_space(self._path)
+            free = free_space_at(self._path)
         except OSError as err:
             return f"{asked}the system does not report its free space ({err.strerror})"
         inodes = "" if free.inodes is None else f" and {free.inodes} inodes"
@@ -132,7 +132,7 @@ class Reporting:
         )
 
 
-def free_space(path: str) -> FreeSpace:
+def free_space_at(path: str) -> FreeSpace:
     """Return the free space of the file system that `path` is on or, if missing, would be on.
 
     Raises:

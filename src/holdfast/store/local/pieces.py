@@ -3,7 +3,7 @@
 A copy holds one *piece* of an object. One process at a time fetches a piece, under a lock that the
 kernel releases when that process dies, and the copy gets its name when it is complete. This module
 handles pieces and their lengths, not stores or what the bytes mean. Nothing is synced, so the
-caller checks each copy that it reads, and calls `remove` on a wrong one.
+caller checks each copy that it reads, and calls `remove_copies` on a wrong one.
 
 The cache is never required: any failure here ends in a plain fetch.
 """
@@ -86,7 +86,7 @@ class LocalPieces:
         self._wait_s = wait_s
         self._keeps_copies = True
 
-    def read(
+    def read_piece(
         self, piece: Piece, start: int, memory: memoryview, fetch: Fetch, *, seen: Seen
     ) -> None:
         """Fill `memory` from byte `start` of the object; all of it must lie in the piece.
@@ -110,24 +110,24 @@ class LocalPieces:
         if done < len(memory):
             fetch(start + done, memory[done:], seen)
 
-    def remove(self, place: str) -> None:
+    def remove_copies(self, place: str) -> None:
         """Remove the copies at and below the path `place` in the folder; errors are ignored."""
         if _COPY.fullmatch(place):
-            path = self._path(place)
+            path = self._place_path(place)
             with suppress(OSError):
                 (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
             return
-        for path, _ in self._found(place):
+        for path, _ in self._iterate_copies(place):
             with suppress(OSError):
                 os.unlink(path)
             self._remove_empty(os.path.dirname(path))
 
-    def _path(self, place: str) -> str:
+    def _place_path(self, place: str) -> str:
         return os.path.join(self._folder, place)
 
     def _read_copy(self, piece: Piece, start: int, memory: memoryview, seen: Seen) -> int:
         """Fill `memory` from a copy; return the number of filled bytes, 0 if there is none."""
-        path = self._path(piece.place)
+        path = self._place_path(piece.place)
         done = 0
 
         def count(part: memoryview) -> None:
@@ -144,11 +144,11 @@ class LocalPieces:
         try:
             with suppress(OSError):
                 os.utime(file.fd)  # so that it is among the last to be removed
-            reads.fill(
+            reads.fill_from_file(
                 file, memory, start - piece.start, what=path, seen=count, direct=True, afresh=False
             )
         except (OSError, CorruptData):
-            self.remove(piece.place)  # the missing bytes are read from the store
+            self.remove_copies(piece.place)  # the missing bytes are read from the store
         finally:
             file.close()
         return done
@@ -175,10 +175,10 @@ class LocalPieces:
 
     def _keep(self, piece: Piece, whole: memoryview, draft: _PieceFile) -> None:
         try:
-            draft.write(whole)
-            with self._counted(piece.nbytes) as has_room:
+            draft.write_whole_piece(whole)
+            with self._count_copy(piece.nbytes) as has_room:
                 if has_room:
-                    draft.rename(self._path(piece.place))
+                    draft.rename(self._place_path(piece.place))
         except FileNotFoundError:
             pass  # another process emptied the folder meanwhile
         except OSError as error:
@@ -192,14 +192,14 @@ class LocalPieces:
         draft = None
         try:
             if self._keeps_copies and self._is_usable():
-                draft = _lock_draft(self._path(piece.place) + _DRAFT)
+                draft = _lock_draft(self._place_path(piece.place) + _DRAFT)
         except OSError as error:
             self._stop_keeping(error)
         try:
             yield draft
         finally:
             if draft is not None:
-                draft.close()
+                draft.discard_draft()
 
     def _is_usable(self) -> bool:
         """Whether the folder exists, or can be made, and belongs to this user alone."""
@@ -227,14 +227,14 @@ class LocalPieces:
     # Space
 
     @contextmanager
-    def _counted(self, nbytes: int) -> Iterator[bool]:
+    def _count_copy(self, nbytes: int) -> Iterator[bool]:
         """Count a new copy under the lock; yield whether it fits after removing the oldest copies.
 
         Copies get their names only within this block, so that the count misses none. They are
         counted first, so that a process that dies in between leaves a count that is too high.
         """
         needed = _on_disk(nbytes)
-        fd = _opened(self._path("count"), _WRITE | os.O_CREAT)
+        fd = _open_lockable(self._place_path("count"), _WRITE | os.O_CREAT)
         try:
             end = time.monotonic() + _COUNT_WAIT_S
             while not try_lock(fd):
@@ -255,7 +255,7 @@ class LocalPieces:
     def _clear(self, limit: int) -> int:
         """Remove the least recently used copies down to `limit` bytes; return the bytes kept."""
         copies, total = [], 0
-        for path, found in self._found():
+        for path, found in self._iterate_copies():
             if path.endswith(_DRAFT):
                 _remove_stale_draft(path)
             else:
@@ -272,9 +272,9 @@ class LocalPieces:
                 break
         return total
 
-    def _found(self, place: str = "") -> Iterator[tuple[str, os.stat_result]]:
+    def _iterate_copies(self, place: str = "") -> Iterator[tuple[str, os.stat_result]]:
         """Yield path and status of every copy and every draft below `place`."""
-        for folder, _, names in os.walk(self._path(place)):
+        for folder, _, names in os.walk(self._place_path(place)):
             for name in names:
                 path = os.path.join(folder, name)
                 if not _COPY.fullmatch(os.path.relpath(path, self._folder)):
@@ -298,7 +298,7 @@ class _PieceFile:
         self._fd = fd
         self._path = path
 
-    def write(self, data: memoryview) -> None:
+    def write_whole_piece(self, data: memoryview) -> None:
         """Write the bytes of the whole piece."""
         write_all(self._fd, data, 0)
 
@@ -307,7 +307,7 @@ class _PieceFile:
         os.rename(self._path, path)
         self._path = ""
 
-    def close(self) -> None:
+    def discard_draft(self) -> None:
         """Remove the draft unless it was renamed, and release the lock."""
         if self._path:
             with suppress(OSError):
@@ -318,7 +318,7 @@ class _PieceFile:
 def _lock_draft(path: str) -> _PieceFile | None:
     """Create and lock the draft at a path; None if another process has it, or on a race."""
     try:
-        fd = _opened(path, _WRITE | os.O_CREAT)
+        fd = _open_lockable(path, _WRITE | os.O_CREAT)
     except FileNotFoundError:
         with suppress(FileNotFoundError):
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -337,7 +337,7 @@ def _lock_draft(path: str) -> _PieceFile | None:
 def _remove_stale_draft(path: str) -> None:
     """Remove a draft whose process has died; no-op if it is locked."""
     try:
-        fd = _opened(path, _WRITE)
+        fd = _open_lockable(path, _WRITE)
     except FileNotFoundError:
         return
     try:
@@ -347,7 +347,7 @@ def _remove_stale_draft(path: str) -> None:
         _unlock(fd)
 
 
-def _opened(path: str, flags: int) -> int:
+def _open_lockable(path: str, flags: int) -> int:
     """Open a descriptor that may be locked; `_unlock` closes it."""
     with _forking:
         fd = os.open(path, flags, 0o600)

@@ -93,7 +93,7 @@ class OpenFiles:
         self._files: dict[str, OpenFile] = {}
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def keep_open(self) -> Iterator[None]:
         """Keep files open that any thread opens within the `with` block."""
         reader = object()
         self._readers.add(reader)
@@ -110,23 +110,23 @@ class OpenFiles:
         file = self._files.get(path)
         if file is None or _is_at(path, file):
             return file
-        self.drop(path)
+        self.forget_file(path)
         return None
 
     def keep(self, path: str, file: OpenFile) -> bool:
-        """Keep a file open, if a caller is within `kept`; return whether it is kept."""
+        """Keep a file open, if a caller is within `keep_open`; return whether it is kept."""
         if not self._readers:
             return False
         self._files[path] = file
         for oldest in list(self._files)[:-_NUM_OPEN]:
             self._files.pop(oldest, None)
         if not self._readers:
-            # The last `kept` block ended just now, perhaps before the file was added. It is not
-            # closed here, because other threads may read from it already.
+            # The last `keep_open` block ended just now, perhaps before the file was added. It is
+            # not closed here, because other threads may read from it already.
             self._files.clear()
         return True
 
-    def drop(self, path: str) -> None:
+    def forget_file(self, path: str) -> None:
         """Forget an open file, so that the next read opens it again."""
         self._files.pop(path, None)
 
@@ -142,7 +142,7 @@ def _is_at(path: str, file: OpenFile) -> bool:
     return False
 
 
-def fill(
+def fill_from_file(
     file: OpenFile,
     memory: memoryview,
     start: int,

@@ -29,7 +29,7 @@ from holdfast.store.base import (
     check_key,
     expect_at_least,
     expect_positive,
-    flat,
+    flatten_buffer,
     ignore,
     is_key,
 )
@@ -94,9 +94,9 @@ class LocalStore(Store):
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """Write a temporary file, sync it, and give it its name."""
         folder, name = _split(key)
-        content = flat(data)
+        content = flatten_buffer(data)
         report = Reporting("put", self._path(key), nbytes=len(content))
-        with report, self._opened(folder) as folder_fd:
+        with report, self._open_folder(folder) as folder_fd:
             self._check_folder_syncs(folder_fd)
             if if_absent:
                 self._put_new(folder_fd, name, content, report)
@@ -131,11 +131,11 @@ class LocalStore(Store):
     ) -> None:
         expect_positive("read_into", key, start=start)
         if afresh:
-            self._files.drop(self._path(key))
+            self._files.forget_file(self._path(key))
         with self._reading(key) as (file, file_nbytes):
             expect_at_least(file_nbytes, start + buffer.nbytes, what=f"get {self._path(key)}")
             if buffer.nbytes:
-                reads.fill(
+                reads.fill_from_file(
                     file,
                     buffer.cast("B"),
                     start,
@@ -159,7 +159,7 @@ class LocalStore(Store):
 
     @override
     def keeping_open(self) -> AbstractContextManager[None]:
-        return self._files.kept()
+        return self._files.keep_open()
 
     @override
     def head(self, key: str) -> ObjectInfo:
@@ -209,7 +209,7 @@ class LocalStore(Store):
     @override
     def sync_folder(self, folder: str) -> None:
         check_folder(folder)
-        with Reporting("sync folder", self._path(folder)), self._opened(folder) as folder_fd:
+        with Reporting("sync folder", self._path(folder)), self._open_folder(folder) as folder_fd:
             sync_folder_fd(folder_fd)
 
     @override
@@ -218,7 +218,7 @@ class LocalStore(Store):
         check_folder(folder)
         report = Reporting("refresh folder", self._path(folder))
         # Without the right system it has nothing to refresh for: it only reads.
-        with suppress(NotFound, UnsupportedStore), report, self._opened(folder) as folder_fd:
+        with suppress(NotFound, UnsupportedStore), report, self._open_folder(folder) as folder_fd:
             if is_network(folder_fd):
                 name = files.temporary_name()
                 os.close(os.open(name, files.NEW_FILE, files.FILE_MODE, dir_fd=folder_fd))
@@ -230,7 +230,7 @@ class LocalStore(Store):
         check_folder(folder)
         num_removed = 0
         report = Reporting("sweep", self._path(folder))
-        with suppress(NotFound), report, self._opened(folder) as folder_fd:
+        with suppress(NotFound), report, self._open_folder(folder) as folder_fd:
             for name in os.listdir(folder_fd):
                 if files.is_temporary_name(name):
                     with suppress(FileNotFoundError):
@@ -242,7 +242,7 @@ class LocalStore(Store):
     def unlisted(self, folder: str) -> tuple[str, ...]:
         check_folder(folder)
         report = Reporting("look into", self._path(folder))
-        with suppress(NotFound), report, self._opened(folder) as folder_fd:
+        with suppress(NotFound), report, self._open_folder(folder) as folder_fd:
             names = names_of_no_objects(folder_fd)
             return tuple(name for name in names if not files.is_temporary_name(name))
         return ()
@@ -253,7 +253,7 @@ class LocalStore(Store):
         folder, name = _split(key)
         expect_positive("create", key, nbytes=nbytes)
         path = self._path(key)
-        with Reporting("create", path, nbytes=nbytes), self._opened(folder) as folder_fd:
+        with Reporting("create", path, nbytes=nbytes), self._open_folder(folder) as folder_fd:
             self._check_folder_syncs(folder_fd)
             with ExitStack() as undo:
                 fd = create_file(folder_fd, name, nbytes)
@@ -261,7 +261,7 @@ class LocalStore(Store):
                 undo.callback(os.close, fd)
                 own_folder_fd = os.dup(folder_fd)
                 undo.callback(os.close, own_folder_fd)
-                direct = self._direct.open(folder_fd, name, nbytes)
+                direct = self._direct.open_direct_file(folder_fd, name, nbytes)
                 writer = LocalBlockWriter(
                     own_folder_fd,
                     fd,
@@ -269,7 +269,7 @@ class LocalStore(Store):
                     path=path,
                     nbytes=nbytes,
                     at_most=at_most,
-                    warn=self._direct.warn,
+                    warn=self._direct.log_refusal,
                 )
                 undo.pop_all()
             return writer
@@ -279,10 +279,10 @@ class LocalStore(Store):
         """Make a hard link `key` to the file `source`, durably; False if that is impossible."""
         (source_folder, source_name), (folder, name) = _split(source), _split(key)
         report = Reporting("link", self._path(key))
-        with report, self._opened(folder) as folder_fd:
+        with report, self._open_folder(folder) as folder_fd:
             self._check_folder_syncs(folder_fd)
             try:
-                with self._opened(source_folder) as source_fd:
+                with self._open_folder(source_folder) as source_fd:
                     files.link_file(source_fd, source_name, folder_fd, name)
             except FileNotFoundError:
                 return False
@@ -302,7 +302,7 @@ class LocalStore(Store):
         if "/" in name:
             raise UsageError(f"point {name}: the pointer must be in the root itself")
         aside = files.temporary_name()
-        with Reporting("point", self._path(name)) as report, self._opened("") as root_fd:
+        with Reporting("point", self._path(name)) as report, self._open_folder("") as root_fd:
             try:
                 os.symlink(target, aside, dir_fd=root_fd)
             except OSError as err:
@@ -319,7 +319,7 @@ class LocalStore(Store):
         check_key(name)
         with suppress(NotFound), Reporting("read", self._path(name)):
             try:
-                return self._names.target(name)
+                return self._names.read_link_target(name)
             except OSError as err:
                 if err.errno != errno.EINVAL:
                     raise
@@ -338,7 +338,7 @@ class LocalStore(Store):
     def free_space(self) -> FreeSpace:
         """Return the free space of the file system; the root need not exist yet."""
         with Reporting("free space of", self._root):
-            return oserrors.free_space(self._root)
+            return oserrors.free_space_at(self._root)
 
     @override
     def probe(self) -> str:
@@ -348,7 +348,7 @@ class LocalStore(Store):
             StoreError: it cannot be tried, for instance because the root does not exist.
         """
         report = Reporting("probe", self._root)
-        with report, self._opened("") as root_fd:
+        with report, self._open_folder("") as root_fd:
             sync_folder_fd(root_fd)
             name = files.temporary_name()
             try:
@@ -356,13 +356,13 @@ class LocalStore(Store):
                 report.effect = "none"
             finally:
                 files.remove_quietly(root_fd, name)
-            return self._direct.choose(root_fd)
+            return self._direct.try_direct_writes(root_fd)
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, key) if key else self._root
 
-    def _opened(self, folder: str) -> AbstractContextManager[int]:
-        return self._names.opened(folder)
+    def _open_folder(self, folder: str) -> AbstractContextManager[int]:
+        return self._names.open_folder(folder)
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[tuple[OpenFile, int]]:
@@ -373,12 +373,12 @@ class LocalStore(Store):
                 yield kept, os.fstat(kept.fd).st_size
                 return
             try:
-                file = self._open(key)
+                file = self._open_file(key)
             except OSError as err:
                 if err.errno not in oserrors.NO_DESCRIPTORS:
                     raise
                 self._files.drop_all()
-                file = self._open(key)
+                file = self._open_file(key)
             is_kept = False
             try:
                 file_nbytes = files.regular_nbytes(os.fstat(file.fd), what=path)
@@ -388,7 +388,7 @@ class LocalStore(Store):
                 if not is_kept:
                     file.close()
 
-    def _open(self, key: str) -> OpenFile:
+    def _open_file(self, key: str) -> OpenFile:
         check_key(key)
         return OpenFile(self._names.open(key))
 
@@ -396,7 +396,7 @@ class LocalStore(Store):
         if self._has_links:
             with drafted(folder_fd, content) as draft:
                 report.effect = "maybe"
-                if draft.link(name):
+                if draft.link_draft(name):
                     report.effect = "done"
                     return
             report.effect = "none"
@@ -409,7 +409,7 @@ class LocalStore(Store):
     def _put_over(self, folder_fd: int, name: str, content: memoryview, report: Reporting) -> None:
         with drafted(folder_fd, content, unnamed=self._has_links) as draft:
             report.effect = "maybe"
-            if draft.replace(name):
+            if draft.rename_over(name):
                 report.effect = "done"
                 return
         report.effect = "none"
@@ -425,7 +425,7 @@ class LocalStore(Store):
     def _delete_file(self, key: str) -> None:
         folder, name = _split(key)
         report = Reporting("delete", self._path(key))
-        with suppress(NotFound), report, self._opened(folder) as folder_fd:
+        with suppress(NotFound), report, self._open_folder(folder) as folder_fd:
             report.effect = "maybe"
             with suppress(FileNotFoundError, IsADirectoryError):
                 os.unlink(name, dir_fd=folder_fd)

@@ -96,12 +96,14 @@ class Api:
                 "it with spawn or forkserver"
             )
 
-    def put(self, key: str, content: memoryview) -> None:
+    def put_object(self, key: str, content: memoryview) -> None:
         """Put an object in one request, which is retried after a failure."""
         self.expect_own_process()
-        _wait(self.upload_pace, len(content))
+        _wait_for_rate(self.upload_pace, len(content))
         with self._slot(f"put {self.url(key)}"), self._request("put", key):
-            self._send(lambda store: self._obs.put(store, key, content, use_multipart=False))
+            self._send_request(
+                lambda store: self._obs.put(store, key, content, use_multipart=False)
+            )
 
     def put_new(self, key: str, content: memoryview) -> None:
         """Put an object under a key that must be absent.
@@ -117,11 +119,11 @@ class Api:
                 return
             except Exception as error:
                 failure = read_failure(error)
-                refused = self.refused("put", key, error)
+                refused = self.translate_error("put", key, error)
                 if not failure.was_refused:
                     unclear = failure.is_unclear and isinstance(refused, TransientStoreError)
                     raise (OutcomeUnknown(str(refused)) if unclear else refused) from error
-                if patience.is_over():
+                if patience.is_used_up():
                     raise refused from error
             patience.pause()
 
@@ -139,23 +141,25 @@ class Api:
     def nbytes(self, key: str) -> int:
         """Return the length of an object in bytes."""
         with self._request("head", key):
-            found: int = self._send(lambda store: self._obs.head(store, key)["size"])
+            found: int = self._send_request(lambda store: self._obs.head(store, key)["size"])
         return found
 
     def modified(self, key: str) -> datetime:
         """Return when an object was put, by the clock of the service."""
         with self._request("head", key):
-            found: datetime = self._send(lambda store: self._obs.head(store, key)["last_modified"])
+            found: datetime = self._send_request(
+                lambda store: self._obs.head(store, key)["last_modified"]
+            )
         return found
 
-    def whole(self, key: str, *, max_nbytes: int | None = None) -> bytes:
+    def read_object(self, key: str, *, max_nbytes: int | None = None) -> bytes:
         """Read all bytes of one version of an object."""
         self.expect_own_process()
         nbytes, data = self._retry("get", key, lambda store: self._get(store, key, max_nbytes))
         if len(data) != nbytes:
             raise CorruptData(f"get {self.url(key)}: has {nbytes} bytes, {len(data)} came")
         # Paced afterwards: before, the length is unknown; in between, the service would not wait.
-        _wait(self._download_pace, len(data))
+        _wait_for_rate(self._download_pace, len(data))
         return data
 
     def _get(self, store: Any, key: str, max_nbytes: int | None) -> tuple[int, bytes]:
@@ -167,7 +171,7 @@ class Api:
             expect_at_most(nbytes, max_nbytes, what=self.url(key))
         return nbytes, bytes(memoryview(result.bytes()))
 
-    def read(self, key: str, start: int, stop: int) -> Any:
+    def read_range(self, key: str, start: int, stop: int) -> Any:
         """Read a range that is not empty; return a buffer with exactly its bytes."""
         return self.read_up_to(key, start, stop, least=stop)[0]
 
@@ -175,10 +179,10 @@ class Api:
         """Read a range, or less of it if the object ends at `least` or later.
 
         Returns the bytes, and what the service says of the object: its `size`, `e_tag` and
-        `last_modified`. Raises as `read`.
+        `last_modified`. Raises as `read_range`.
         """
         self.expect_own_process()
-        _wait(self._download_pace, stop - start)
+        _wait_for_rate(self._download_pace, stop - start)
         data, meta = self._retry(
             "get", key, lambda store: self._get_range(store, key, start, stop, least)
         )
@@ -239,8 +243,8 @@ class Api:
                 yield from unordered
                 return
             except TransientStoreError:
-                # Until the first answer `_send` has retried already.
-                if not self._has_answered or patience.is_over():
+                # Until the first answer `_send_request` has retried already.
+                if not self._has_answered or patience.is_used_up():
                     raise
             patience.pause()
 
@@ -252,13 +256,13 @@ class Api:
             return pages, next(pages, None)
 
         with self._request("list", folder):
-            pages, page = self._send(begin)
+            pages, page = self._send_request(begin)
         while page is not None:
             yield page
             with self._request("list", folder):
                 page = next(pages, None)
 
-    def names(self, folder: str) -> set[str]:
+    def list_names(self, folder: str) -> set[str]:
         """Return the names directly in a folder ("" is the root); folders end with a slash."""
         found = self._retry(
             "list", folder, lambda store: self._obs.list_with_delimiter(store, folder or None)
@@ -268,7 +272,7 @@ class Api:
         keys = (item["path"] for item in found["objects"])
         return names | {key[len(inside) :] for key in keys if key.startswith(inside)}
 
-    def delete(self, keys: Sequence[str]) -> None:
+    def delete_objects(self, keys: Sequence[str]) -> None:
         """Delete objects; missing ones are no error."""
         asked = [*keys] if len(keys) > 1 else keys[0]
         try:
@@ -276,12 +280,12 @@ class Api:
         except NotFound:
             # One of them was missing, and the reply does not say what became of the others.
             for key in keys if len(keys) > 1 else ():
-                self.delete([key])
+                self.delete_objects([key])
 
     def delete_quietly(self, key: str) -> None:
         """Delete an object; ignores a failure, which leaves the object as junk."""
         with suppress(StoreError):
-            self.delete([key])
+            self.delete_objects([key])
 
     def has(self, key: str, nbytes: int) -> bool:
         """Whether an object of that length exists."""
@@ -297,14 +301,14 @@ class Api:
             try:
                 slot = self._slot(what) if operation == "get" else nullcontext()
                 with slot, self._request(operation, key):
-                    return self._send(request)
+                    return self._send_request(request)
             except TransientStoreError:
-                # Until the first answer `_send` has retried already.
-                if not self._has_answered or patience.is_over():
+                # Until the first answer `_send_request` has retried already.
+                if not self._has_answered or patience.is_used_up():
                     raise
             patience.pause()
 
-    def _send(self, request: Callable[[Any], T]) -> T:
+    def _send_request(self, request: Callable[[Any], T]) -> T:
         """Send a request, by calling it with a client; retry here until the first answer ever.
 
         obstore retries without a message and ignores Ctrl-C. That is fine if the service has
@@ -320,7 +324,7 @@ class Api:
                 raise
             except Exception as error:
                 failure = read_failure(error)
-                if failure.is_silence and not patience.is_over():
+                if failure.is_silence and not patience.is_used_up():
                     self._warn_of_no_answer(failure)
                     patience.pause()
                     continue
@@ -358,9 +362,9 @@ class Api:
         except Exception as error:  # noqa: BLE001 - it is translated
             # A traceback would show the query, which is in the text of the client's error.
             cause = None if self.place.query else error
-            raise self.refused(operation, key, error) from cause
+            raise self.translate_error(operation, key, error) from cause
 
-    def refused(self, operation: str, key: str, error: Exception) -> HoldfastError:
+    def translate_error(self, operation: str, key: str, error: Exception) -> HoldfastError:
         """Translate an error of obstore to a `HoldfastError`; advise if no answer ever came."""
         who = self._clients.who if self._clients is not None else "nothing yet"
         failure = read_failure(error)
@@ -392,7 +396,7 @@ class Patience:
         self._left = options.max_retries
         self._longest_s = _FIRST_PAUSE_S
 
-    def is_over(self) -> bool:
+    def is_used_up(self) -> bool:
         """Whether the retries are used up, or their time is."""
         return not self._left or time.monotonic() + self._longest_s > self._end
 
@@ -417,7 +421,7 @@ def _pace(options: RemoteOptions, mb_s: float | None) -> RateLimit:
     return RateLimit(nbytes_per_s, offset_s=turn_s * options.rank_on_host / options.ranks_on_host)
 
 
-def _wait(pace: RateLimit, nbytes: int) -> None:
+def _wait_for_rate(pace: RateLimit, nbytes: int) -> None:
     delay_s = pace.reserve(nbytes)
     if delay_s > 0:
         time.sleep(delay_s)

@@ -151,7 +151,7 @@ class BucketLocation:
         source = "endpoint=" if self.endpoint else _ENDPOINTS[self.scheme]
         return f"Check the address ({source}), the network, and that the service runs"
 
-    def key(self, key: str) -> str:
+    def make_object_key(self, key: str) -> str:
         """Return an object's key in the bucket: the prefix and the store's key."""
         return f"{self.prefix}/{key}" if self.prefix else key
 

@@ -44,7 +44,7 @@ def _private_modules() -> dict[str, ModuleType]:
         return {}
     try:
         path = _copy_into_memory(str(importlib.import_module(_EXTENSION).__file__))
-        return _load(path)
+        return _import_extension(path)
     except (ImportError, OSError) as error:
         logger.warning(
             "obstore could not be loaded a second time (%s), so forked processes that use it hang "
@@ -54,7 +54,7 @@ def _private_modules() -> dict[str, ModuleType]:
         return {}
 
 
-def _load(path: str) -> dict[str, ModuleType]:
+def _import_extension(path: str) -> dict[str, ModuleType]:
     """Import obstore with the extension module at `path`, and take it out of `sys.modules`.
 
     Its modules import each other by their absolute names. If another thread imports obstore now,

@@ -45,19 +45,19 @@ class ReadByRequests(Store, ABC):
         check_key(key)
         expect_positive("get", key, start=start, nbytes=nbytes)
         if start == 0 and nbytes is None:
-            return self._api.whole(key)
+            return self._api.read_object(key)
         if nbytes and nbytes <= READ_NBYTES:
-            return bytes(memoryview(self._api.read(key, start, start + nbytes)))
+            return bytes(memoryview(self._api.read_range(key, start, start + nbytes)))
         rest = self._rest(key, start, nbytes or 0)
         data = bytearray(rest if nbytes is None else nbytes)
-        self._fill(key, start, memoryview(data), ignore)
+        self._read_by_pieces(key, start, memoryview(data), ignore)
         return bytes(data)
 
     @override
     def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
         """Read a whole object in one request; there is no cache, so `afresh` changes nothing."""
         check_key(key)
-        return self._api.whole(key, max_nbytes=max_nbytes)
+        return self._api.read_object(key, max_nbytes=max_nbytes)
 
     @override
     def read_into(
@@ -75,7 +75,7 @@ class ReadByRequests(Store, ABC):
         if buffer.nbytes > READ_NBYTES or not buffer.nbytes:
             self._rest(key, start, buffer.nbytes)
         if buffer.nbytes:
-            self._fill(key, start, buffer.cast("B"), seen)
+            self._read_by_pieces(key, start, buffer.cast("B"), seen)
 
     @override
     def head(self, key: str) -> ObjectInfo:
@@ -88,12 +88,12 @@ class ReadByRequests(Store, ABC):
         expect_at_least(found, start + nbytes, what=f"get {self._api.url(key)}")
         return found - start
 
-    def _fill(
+    def _read_by_pieces(
         self, key: str, start: int, buffer: memoryview, seen: Callable[[memoryview], object]
     ) -> None:
         for at in range(0, len(buffer), READ_NBYTES):
             piece = buffer[at : at + READ_NBYTES]
-            found = memoryview(self._api.read(key, start + at, start + at + len(piece)))
+            found = memoryview(self._api.read_range(key, start + at, start + at + len(piece)))
             for part in range(0, len(piece), _SEEN_NBYTES):
                 target = piece[part : part + _SEEN_NBYTES]
                 copy_bytes(target, found[part : part + _SEEN_NBYTES])

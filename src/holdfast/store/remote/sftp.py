@@ -46,7 +46,7 @@ from holdfast.store.base import (
     expect_inside,
     expect_positive,
     final_nbytes,
-    flat,
+    flatten_buffer,
     is_key,
     proof_of,
 )
@@ -127,8 +127,10 @@ class SftpStore(Store):
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """Put an object; after a lost connection, one with `if_absent` may be `OutcomeUnknown`."""
         check_key(key)
-        writer = _Writer(self, key, flat(data).nbytes, at_most=False, whole=flat(data))
-        writer.write(0, flat(data))
+        writer = _Writer(
+            self, key, flatten_buffer(data).nbytes, at_most=False, whole=flatten_buffer(data)
+        )
+        writer.write(0, flatten_buffer(data))
         writer.publish(if_absent=if_absent)
 
     @override
@@ -193,15 +195,15 @@ class SftpStore(Store):
     def delete_many(self, keys: Sequence[str]) -> None:
         for key in keys:
             check_key(key)
-        self._remove(keys)
+        self._remove_objects(keys)
 
-    def _remove(self, keys: Iterable[str]) -> None:
+    def _remove_objects(self, keys: Iterable[str]) -> None:
         folders: dict[str, None] = {}
         for key in keys:
             self.retry("delete", key, partial(_unlink, path=self.path(key)))
             folders[key.rpartition("/")[0]] = None
         for folder in folders:
-            self.retry("delete", folder, partial(self._prune, folder=folder))
+            self.retry("delete", folder, partial(self._remove_if_empty, folder=folder))
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
@@ -224,8 +226,8 @@ class SftpStore(Store):
     def abort_uploads(self, folder: str) -> int:
         check_key(folder)
         found = self._temporaries(folder)
-        self._remove(found)
-        self.retry("delete", folder, lambda sftp: self._prune(sftp, folder))
+        self._remove_objects(found)
+        self.retry("delete", folder, lambda sftp: self._remove_if_empty(sftp, folder))
         return len(found)
 
     def _temporaries(self, folder: str) -> Sequence[str]:
@@ -246,13 +248,13 @@ class SftpStore(Store):
                 with self._session() as sftp:
                     return request(sftp)
             except Exception as error:
-                refused = self.refused(operation, key, error)
-                if not isinstance(refused, TransientStoreError) or patience.is_over():
+                refused = self.translate_error(operation, key, error)
+                if not isinstance(refused, TransientStoreError) or patience.is_used_up():
                     raise refused from error
                 self.warn_once(f"{refused}. Retrying for up to {self._options.retry_s:g} s")
             patience.pause()
 
-    def refused(self, operation: str, key: str, error: Exception) -> HoldfastError:
+    def translate_error(self, operation: str, key: str, error: Exception) -> HoldfastError:
         """Translate an error of paramiko."""
         if isinstance(error, HoldfastError):
             return error
@@ -327,7 +329,7 @@ class SftpStore(Store):
         if not self._slots.acquire(timeout=timeout_s):
             raise TransientStoreError(f"{self.url}: no session was free in {timeout_s:.0f} s")
         try:
-            sftp = self._take()
+            sftp = self._acquire_client()
             try:
                 yield sftp
             except Exception as error:
@@ -339,7 +341,7 @@ class SftpStore(Store):
         finally:
             self._slots.release()
 
-    def _take(self) -> SFTPClient:
+    def _acquire_client(self) -> SFTPClient:
         with self._lock:
             while self._idle:
                 sftp = self._idle.pop()
@@ -402,7 +404,7 @@ class SftpStore(Store):
             elif stat.S_ISDIR(mode) and is_key(name):
                 yield from self._walk(sftp, key)
 
-    def _prune(self, sftp: SFTPClient, folder: str) -> None:
+    def _remove_if_empty(self, sftp: SFTPClient, folder: str) -> None:
         """Make removals in a folder durable, and remove it and its ancestors while empty."""
         try:
             while folder:
@@ -445,7 +447,9 @@ class _Writer:
             if not self._is_made:
                 self._store.retry("put", self._key, self._make)
                 self._is_made = True
-        self._store.retry("put", self._key, lambda sftp: self._send(sftp, start, flat(data)))
+        self._store.retry(
+            "put", self._key, lambda sftp: self._send(sftp, start, flatten_buffer(data))
+        )
         with self._lock:
             self._written_nbytes += data.nbytes
 
@@ -530,7 +534,7 @@ class _Writer:
             sftp._request(_EXTENDED, "hardlink@openssh.com", self._path, path)
             self._store.sync_names(sftp, self._folder)
         except Exception as error:
-            refused = self._store.refused("put", self._key, error)
+            refused = self._store.translate_error("put", self._key, error)
             if isinstance(refused, TransientStoreError):
                 raise OutcomeUnknown(str(refused)) from error
             self._expect_supported(error)

@@ -31,7 +31,7 @@ from holdfast.store.base import (
     check_folder,
     check_key,
     expect_positive,
-    flat,
+    flatten_buffer,
 )
 from holdfast.store.remote import sweep
 from holdfast.store.remote.opening import RemoteOptions, parse_place
@@ -93,7 +93,7 @@ class RemoteStore(ReadByRequests):
         `AlreadyExists` may be about this same put.
         """
         check_key(key)
-        (self._api.put_new if if_absent else self._api.put)(key, flat(data))
+        (self._api.put_new if if_absent else self._api.put_object)(key, flatten_buffer(data))
 
     def modified(self, key: str) -> datetime:
         """Return when an object was put, by the clock of the service."""
@@ -106,22 +106,22 @@ class RemoteStore(ReadByRequests):
         if prefix:
             check_key(prefix.removesuffix("/"))
         if self._place.scheme == "az":
-            return iter(sorted(self._found(prefix), key=lambda info: info.key))
+            return iter(sorted(self._list_matching(prefix), key=lambda info: info.key))
         return self._in_order(prefix)
 
     @override
     def children(self, folder: str = "") -> tuple[str, ...]:
         check_folder(folder)
-        return tuple(sorted(name for name in self._api.names(folder) if name not in ("", "/")))
+        return tuple(sorted(name for name in self._api.list_names(folder) if name not in ("", "/")))
 
     @override
     def delete(self, key: str) -> None:
         """Remove an object, or the incomplete uploads in a folder without objects."""
         check_key(key.removesuffix("/"))
         if not key.endswith("/"):
-            self._api.delete([key])
+            self._api.delete_objects([key])
             return
-        left = next(iter(self._found(key)), None)
+        left = next(iter(self._list_matching(key)), None)
         if left is not None:
             raise StoreError(f"delete {self._api.url(key)}: {left.key} is still in it")
         with suppress(AccessDenied, UnsupportedStore):
@@ -136,7 +136,7 @@ class RemoteStore(ReadByRequests):
 
     def _delete_all(self, keys: Iterator[str]) -> None:
         while some := [*islice(keys, _DELETED_AT_ONCE)]:
-            self._api.delete(some)
+            self._api.delete_objects(some)
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
@@ -146,23 +146,23 @@ class RemoteStore(ReadByRequests):
         with suppress(NotFound):
             self._api.nbytes(key)
             raise AlreadyExists(f"create {self._api.url(key)}: the key is taken")
-        return self._uploads.create(key, nbytes, at_most=at_most)
+        return self._uploads.create_writer(key, nbytes, at_most=at_most)
 
     @override
     def uploads(self, folder: str = "") -> Iterator[str]:
         """Yield the keys of incomplete multipart uploads; Azure has none."""
         check_folder(folder)
         inside = f"{folder}/" if folder else ""
-        found = sweep.uploads(self._place, self._api.clients(), inside)
+        found = sweep.list_incomplete_uploads(self._place, self._api.clients(), inside)
         return (upload.key for upload in found)
 
     @override
     def abort_uploads(self, folder: str) -> int:
         check_key(folder)
         clients = self._api.clients()
-        found = tuple(sweep.uploads(self._place, clients, f"{folder}/"))
+        found = tuple(sweep.list_incomplete_uploads(self._place, clients, f"{folder}/"))
         for upload in found:
-            sweep.abort(self._place, clients, upload)
+            sweep.abort_upload(self._place, clients, upload)
         return len(found)
 
     @override
@@ -181,13 +181,13 @@ class RemoteStore(ReadByRequests):
             return f"{text}; broken uploads cannot be listed, so set a lifecycle rule: {error}"
         return text
 
-    def _found(self, prefix: str) -> Iterator[ObjectInfo]:
+    def _list_matching(self, prefix: str) -> Iterator[ObjectInfo]:
         found = self._api.list(prefix.rpartition("/")[0])
         return (info for info in found if info.key.startswith(prefix))
 
     def _in_order(self, prefix: str) -> Iterator[ObjectInfo]:
         last = ""
-        for info in self._found(prefix):
+        for info in self._list_matching(prefix):
             if info.key <= last:
                 raise UnsupportedStore(
                     f"list {self._api.url(prefix)}: {info.key} came after {last}; this service "

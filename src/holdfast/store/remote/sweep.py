@@ -25,10 +25,12 @@ class Upload:
     upload_id: str
 
 
-def uploads(place: BucketLocation, clients: Clients, folder: str) -> Iterator[Upload]:
+def list_incomplete_uploads(
+    place: BucketLocation, clients: Clients, folder: str
+) -> Iterator[Upload]:
     """Yield the incomplete uploads under `folder`, which ends with a slash ("" is the root)."""
-    prefix = place.key(folder)
-    cut = len(place.key(""))
+    prefix = place.make_object_key(folder)
+    cut = len(place.make_object_key(""))
     try:
         if clients.s3 is not None:
             found = _list_s3(clients.s3, place.bucket, prefix)
@@ -42,9 +44,9 @@ def uploads(place: BucketLocation, clients: Clients, folder: str) -> Iterator[Up
         raise _as_error(place, clients, folder, error) from error
 
 
-def abort(place: BucketLocation, clients: Clients, upload: Upload) -> None:
+def abort_upload(place: BucketLocation, clients: Clients, upload: Upload) -> None:
     """Abort an upload; no-op if it has already ended."""
-    key = place.key(upload.key)
+    key = place.make_object_key(upload.key)
     try:
         if clients.s3 is not None:
             clients.s3.abort_multipart_upload(

@@ -33,7 +33,7 @@ class RateLimit:
         self._free_at = float("-inf")
         self._lock = threading.Lock()
 
-    def seconds(self, nbytes: int) -> float:
+    def compute_seconds(self, nbytes: int) -> float:
         """Return the seconds that `nbytes` take at this rate."""
         return nbytes / self._nbytes_per_s if self._nbytes_per_s else 0.0
 
@@ -44,5 +44,5 @@ class RateLimit:
         with self._lock:
             now = self._clock()
             begin = self._free_at if self._free_at > now else now + self._offset_s
-            self._free_at = begin + self.seconds(nbytes)
+            self._free_at = begin + self.compute_seconds(nbytes)
             return begin - now

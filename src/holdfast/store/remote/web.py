@@ -41,19 +41,19 @@ class HttpStore(ReadByRequests):
 
     @override
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        self._refuse("put", key)
+        self._raise_read_only("put", key)
 
     @override
     def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        self._refuse("create", key)
+        self._raise_read_only("create", key)
 
     @override
     def delete(self, key: str) -> None:
-        self._refuse("delete", key)
+        self._raise_read_only("delete", key)
 
     @override
     def probe(self) -> str:
-        self._refuse("probe", "")
+        self._raise_read_only("probe", "")
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -63,7 +63,7 @@ class HttpStore(ReadByRequests):
     def children(self, folder: str = "") -> tuple[str, ...]:
         self._refuse_list(folder)
 
-    def _refuse(self, operation: str, key: str) -> NoReturn:
+    def _raise_read_only(self, operation: str, key: str) -> NoReturn:
         raise UnsupportedStore(
             f"{operation} {self._api.url(key)}: a web address can only be read. Save to a folder, "
             "or to the bucket behind it: s3://… (with endpoint=… of RemoteStore), gs://… or az://…"

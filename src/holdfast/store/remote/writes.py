@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.errors import HoldfastError, StoreError, TransientStoreError
-from holdfast.store.base import BlockWriter, expect_inside, final_nbytes, flat
+from holdfast.store.base import BlockWriter, expect_inside, final_nbytes, flatten_buffer
 from holdfast.store.remote.api import Api, Patience, is_own_process
 from holdfast.store.remote.opening import RemoteOptions
 from holdfast.store.remote.throttle import RateLimit
@@ -52,21 +52,23 @@ class UploadResources:
         self._begun: weakref.WeakSet[MultipartPut] = weakref.WeakSet()
         self._sending: set[MultipartPut] = set()
         self._admitted: weakref.ref[MultipartPut] | None = None
-        self._patience_s = options.timeout_s + options.retry_s + pace.seconds(2 * COPY_NBYTES)
+        self._patience_s = (
+            options.timeout_s + options.retry_s + pace.compute_seconds(2 * COPY_NBYTES)
+        )
         self._progress_at = time.monotonic()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def create(self, key: str, nbytes: int, *, at_most: bool) -> BlockWriter:
+    def create_writer(self, key: str, nbytes: int, *, at_most: bool) -> BlockWriter:
         """Return a writer of a new object: one request, or a multipart upload if it is long."""
         self._started()
         writer = SinglePut if nbytes <= PART_NBYTES else MultipartPut
         return writer(self, key, nbytes, at_most=at_most)
 
-    def run(self, upload: Coroutine[Any, Any, None]) -> Future[None]:
+    def start_upload(self, upload: Coroutine[Any, Any, None]) -> Future[None]:
         """Start an upload's coroutine in the event loop."""
         return asyncio.run_coroutine_threadsafe(upload, self._started())
 
-    def call(self, callback: Callable[[], None]) -> None:
+    def schedule_call(self, callback: Callable[[], None]) -> None:
         """Schedule a callback in the event loop. From any thread."""
         self._started().call_soon_threadsafe(callback)
 
@@ -81,7 +83,7 @@ class UploadResources:
         object with long parts may keep an incomplete one. The caller holds `changed`.
         """
         admitted = self._admitted() if self._admitted is not None else None
-        return not self.is_sending() and (admitted is None or admitted.is_over())
+        return not self.is_sending() and (admitted is None or admitted.has_upload_ended())
 
     def admit(self, writer: MultipartPut | None) -> None:
         """Record whose piece exceeds the memory limit; None: it was passed to the upload."""
@@ -91,13 +93,13 @@ class UploadResources:
         """Whether the piece that exceeds the memory limit is one of this object's."""
         return self._admitted is not None and self._admitted() is writer
 
-    def begin(self, writer: MultipartPut) -> int:
+    def register_object(self, writer: MultipartPut) -> int:
         """Register an object at its first piece; return its part length. Caller holds `changed`."""
         others = sum(not other.has_come() for other in self._begun)
         self._begun.add(writer)
         return PART_NBYTES if others < self._most_in_large_parts else COPY_NBYTES
 
-    def note(self, writer: MultipartPut, *, is_sending: bool) -> None:
+    def record_sending(self, writer: MultipartPut, *, is_sending: bool) -> None:
         """Record whether an object is sending; the caller holds `changed`."""
         (self._sending.add if is_sending else self._sending.discard)(writer)
 
@@ -105,14 +107,14 @@ class UploadResources:
         """Whether any object is sending; the caller holds `changed`."""
         return bool(self._sending)
 
-    def take(self) -> mmap.mmap:
+    def acquire_copy_memory(self) -> mmap.mmap:
         """Take memory for a copy, of `COPY_NBYTES`; the caller holds `changed`."""
         # Mapped, and reused: that costs no page faults, and it is freed as a whole.
         buffer = self._free.pop() if self._free else _new_buffer()
         self._num_taken += 1
         return buffer
 
-    def give_back(self, buffer: mmap.mmap) -> None:
+    def release_copy_memory(self, buffer: mmap.mmap) -> None:
         """Return memory whose bytes were sent or are not needed any more. From any thread."""
         with self.changed:
             self._num_taken -= 1
@@ -137,7 +139,7 @@ class UploadResources:
             self.changed.wait(_POLL_S)
             self._expect_progress(what)
 
-    def result(self, upload: Future[None], what: str) -> None:
+    def wait_for_upload(self, upload: Future[None], what: str) -> None:
         """Wait for the end of an upload; raises its error.
 
         Raises:
@@ -164,9 +166,9 @@ class UploadResources:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(
-                    target=_run, args=(self._loop,), name="holdfast-uploads", daemon=True
+                    target=_run_event_loop, args=(self._loop,), name="holdfast-uploads", daemon=True
                 ).start()
-                stop = weakref.finalize(self, _stop, self._loop)
+                stop = weakref.finalize(self, _stop_event_loop, self._loop)
                 stop.atexit = False  # a save may still be on its way
             return self._loop
 
@@ -186,14 +188,14 @@ def _new_buffer() -> mmap.mmap:
     return private_memory(COPY_NBYTES)  # in huge pages, which cost a hundredth of the faults
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
+def _run_event_loop(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
         loop.close()
 
 
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
+def _stop_event_loop(loop: asyncio.AbstractEventLoop) -> None:
     with suppress(RuntimeError):  # it is closed
         loop.call_soon_threadsafe(loop.stop)
 
@@ -218,7 +220,7 @@ class _Writer:
         self._state = _UploadState.WRITING
 
     def _checked(self, start: int, data: memoryview) -> memoryview:
-        piece = flat(data)
+        piece = flatten_buffer(data)
         expect_inside(self._key, start, len(piece), self._nbytes)
         return piece
 
@@ -245,7 +247,7 @@ class _Writer:
                 return
         if isinstance(error, HoldfastError):
             raise error
-        raise api.refused("create", self._key, error) from error
+        raise api.translate_error("create", self._key, error) from error
 
 
 class SinglePut(_Writer):
@@ -301,7 +303,7 @@ class SinglePut(_Writer):
 
     def _send(self, whole: memoryview) -> None:
         try:
-            self._uploads.api.put(self._key, whole)
+            self._uploads.api.put_object(self._key, whole)
         except Exception as error:  # noqa: BLE001 - raised again unless the object exists
             self._raise_unless_stored(error)
 
@@ -333,7 +335,7 @@ class MultipartPut(_Writer):
         self._check_open("write")
         while piece:
             length = COPY_NBYTES - start % COPY_NBYTES
-            self._take(start, piece[:length])
+            self._copy_for_upload(start, piece[:length])
             start, piece = start + length, piece[length:]
 
     def finish(self, nbytes: int | None = None) -> None:
@@ -342,12 +344,12 @@ class MultipartPut(_Writer):
         with self._uploads.changed:
             self._check_complete(nbytes)
         if self._upload is None:  # it became empty
-            self._uploads.api.put(self._key, memoryview(b""))
+            self._uploads.api.put_object(self._key, memoryview(b""))
             self._state = _UploadState.FINISHED
             return
-        self._uploads.call(self._arrived.set)  # the upload may wait for more
+        self._uploads.schedule_call(self._arrived.set)  # the upload may wait for more
         try:
-            self._uploads.result(self._upload, f"finish {self._key}")
+            self._uploads.wait_for_upload(self._upload, f"finish {self._key}")
         except Exception as error:  # noqa: BLE001 - raised again unless the object exists
             self._raise_unless_stored(error)
         self._state = _UploadState.FINISHED
@@ -364,15 +366,15 @@ class MultipartPut(_Writer):
             self._uploads.progress()
         if self._upload is None:
             return
-        self._uploads.call(self._arrived.set)
-        self._uploads.call(self._aborted.set)
+        self._uploads.schedule_call(self._arrived.set)
+        self._uploads.schedule_call(self._aborted.set)
         try:
             self._upload.result(timeout=_ABORT_S)
         except Exception:  # noqa: BLE001 - it ended without an object, or will, or gc ends it
             return
         self._uploads.api.delete_quietly(self._key)
 
-    def _take(self, start: int, piece: memoryview) -> None:
+    def _copy_for_upload(self, start: int, piece: memoryview) -> None:
         """Copy a piece into memory for the upload; waits for memory if needed."""
         uploads = self._uploads
         with uploads.changed:
@@ -385,18 +387,18 @@ class MultipartPut(_Writer):
             self._check_upload_runs()
             if not uploads.has_room():
                 uploads.admit(self)
-            buffer = uploads.take()
+            buffer = uploads.acquire_copy_memory()
             if self._upload is None:
-                least = uploads.begin(self)
+                least = uploads.register_object(self)
                 num_parts = -(-self._nbytes // least)
                 self._part_nbytes = least * -(-num_parts // _MAX_PARTS)
-                self._upload = uploads.run(self._send())
-        copy = self._copy(piece, buffer)
+                self._upload = uploads.start_upload(self._send())
+        copy = self._buffer_piece(piece, buffer)
         with uploads.changed:
             self._check_open("write")
             self._pieces[start] = copy
             self._written_nbytes += len(piece)
-        uploads.call(self._arrived.set)
+        uploads.schedule_call(self._arrived.set)
 
     def _check_next_was_written(self, start: int, error: TransientStoreError) -> None:
         """Raise a final `StoreError` if the next byte was not written, as a retry is useless.
@@ -412,34 +414,34 @@ class MultipartPut(_Writer):
             ) from error
 
     def _may_copy(self, start: int) -> bool:
-        if self.is_over() or self._uploads.has_room():
+        if self.has_upload_ended() or self._uploads.has_room():
             return True
         # All memory may be held by copies that are sent after this piece: so it may exceed the
         # limit, unless any object is sending a whole part, which frees some memory.
         return start == self._position and self._uploads.admits()
 
-    def is_over(self) -> bool:
+    def has_upload_ended(self) -> bool:
         """Whether the upload has ended, so that it takes no more pieces."""
         has_ended = self._upload is not None and self._upload.done()
         return has_ended or self._state is not _UploadState.WRITING
 
     def has_come(self) -> bool:
         """Whether all bytes were passed to the upload, or it has ended."""
-        return self.is_over() or self._position == self._length
+        return self.has_upload_ended() or self._position == self._length
 
-    def _note(self) -> None:
+    def _record_sending(self) -> None:
         """Record whether a whole part, or the rest, is being sent; the caller holds `changed`."""
         nbytes = self._in_flight_nbytes
         # Pieces do not cross the end of a part, so what waits for more is less than a part.
         is_end = self._position == self._length and nbytes > 0
-        self._uploads.note(self, is_sending=nbytes >= self._part_nbytes or is_end)
+        self._uploads.record_sending(self, is_sending=nbytes >= self._part_nbytes or is_end)
 
     def _check_upload_runs(self) -> None:
         if self._upload is None or not self._upload.done():
             return
         error = self._upload.exception()
         if isinstance(error, Exception):
-            raise self._uploads.api.refused("create", self._key, error) from error
+            raise self._uploads.api.translate_error("create", self._key, error) from error
         raise StoreError(f"write {self._key}: the object is complete already")
 
     async def _send(self) -> None:
@@ -451,9 +453,9 @@ class MultipartPut(_Writer):
                 raise
             except Exception as error:
                 # obstore does not retry the begin of an upload; no byte was sent yet.
-                refused = self._uploads.api.refused("create", self._key, error)
+                refused = self._uploads.api.translate_error("create", self._key, error)
                 is_transient = isinstance(refused, TransientStoreError)
-                if self._position or not is_transient or patience.is_over():
+                if self._position or not is_transient or patience.is_used_up():
                     raise
             await asyncio.sleep(patience.next_pause_s())
 
@@ -481,7 +483,7 @@ class MultipartPut(_Writer):
         with self._uploads.changed:
             self._position += len(copy)
             self._in_flight_nbytes += len(copy)
-            self._note()
+            self._record_sending()
             if self._uploads.is_admitted(self):
                 self._uploads.admit(None)
             self._uploads.progress()
@@ -492,10 +494,10 @@ class MultipartPut(_Writer):
             return  # a thread of the parent may have held the lock when this process was forked
         with self._uploads.changed:
             self._in_flight_nbytes -= nbytes
-            self._note()
-            self._uploads.give_back(buffer)
+            self._record_sending()
+            self._uploads.release_copy_memory(buffer)
 
-    def _copy(self, piece: memoryview, buffer: mmap.mmap) -> memoryview:
+    def _buffer_piece(self, piece: memoryview, buffer: mmap.mmap) -> memoryview:
         """Copy a piece into `buffer`; releasing the copy, once it is sent, frees the buffer."""
         copy = memoryview(buffer)[: len(piece)]
         released = weakref.finalize(copy, self._sent, buffer, len(piece))

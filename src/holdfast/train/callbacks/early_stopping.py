@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError, listing
 from holdfast.format.manifest import Mode
 from holdfast.policy.clock import Time, Unit
@@ -55,17 +55,17 @@ class StopWhen(Callback):
     def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
         """Check the condition for the step of the checkpoint, if its metrics are known."""
         if checkpoint.metrics:
-            self._ask(training, checkpoint.metrics)
+            self._check_condition(training, checkpoint.metrics)
 
     def step_end(self, training: Training, metrics: Metrics) -> None:
         """Check the condition after the step."""
-        self._ask(training, metrics)
+        self._check_condition(training, metrics)
 
     def validation_end(self, training: Training, name: str, metrics: Metrics) -> None:
         """Check the condition after the validation."""
-        self._ask(training, metrics)
+        self._check_condition(training, metrics)
 
-    def _ask(self, training: Training, metrics: Metrics) -> None:
+    def _check_condition(self, training: Training, metrics: Metrics) -> None:
         if self._condition(training, _LookedUp(metrics, self._asked)):
             training.request_stop(self._reason)
 
@@ -194,7 +194,7 @@ class CollectGarbage(Callback):
         every: number of steps between collections, such as "100step".
     """
 
-    @checked(but=("every",))
+    @check_arguments(but=("every",))
     def __init__(self, every: str | Time = "100step") -> None:
         self._every = int(Time.parse(every, what="CollectGarbage: every", units=(Unit.STEP,)).value)
         self._must_enable = False
@@ -266,7 +266,7 @@ class Pruning(Callback):
 
     def model_made(self, training: Training) -> None:
         """Give every module that will be pruned a mask of ones."""
-        self._pruned = self._chosen(training.model)
+        self._pruned = self._choose_modules(training.model)
         with torch.no_grad():  # a weight that is part of a graph could not be copied
             for module in self._modules(training.model):
                 if not prune.is_pruned(module):
@@ -275,13 +275,13 @@ class Pruning(Callback):
     def fit_start(self, training: Training) -> None:
         """Prune before the first step, if `amounts` has an entry for step 0."""
         if training.counters.step == 0:
-            self._prune(training)
+            self._prune_models(training)
 
     def step_end(self, training: Training, metrics: Metrics) -> None:
         """Prune, if `amounts` has an entry for the step."""
-        self._prune(training)
+        self._prune_models(training)
 
-    def _prune(self, training: Training) -> None:
+    def _prune_models(self, training: Training) -> None:
         amount = self._amounts.get(training.counters.step)
         if amount is None:
             return
@@ -301,9 +301,9 @@ class Pruning(Callback):
         kept = mask.flatten(1).any(dim=1) if is_structured else mask
         num_more = round(amount * kept.numel()) - int((kept == 0).sum())
         if num_more > 0:
-            _prune(module, self._method, num_more)
+            _prune_weights(module, self._method, num_more)
 
-    def _chosen(self, model: nn.Module) -> list[str]:
+    def _choose_modules(self, model: nn.Module) -> list[str]:
         modules = dict(model.named_modules())
         if self._names is None:
             chosen = [name for name, module in modules.items() if isinstance(module, _DEFAULT)]
@@ -332,7 +332,7 @@ def sparsity(model: nn.Module) -> float:
     return sum(int((mask == 0).sum()) for mask in masks) / total if total else 0.0
 
 
-def _prune(module: nn.Module, method: Method, num_more: int) -> None:
+def _prune_weights(module: nn.Module, method: Method, num_more: int) -> None:
     """Prune `num_more` weights, or outputs, that are not pruned yet."""
     options = {"dim": 0} if method.endswith("_structured") else {}
     if method == "ln_structured":

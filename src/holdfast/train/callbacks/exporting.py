@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError
 from holdfast.sinks.extras import import_extra
@@ -40,7 +40,7 @@ class ExportModel(Logger):
     checkpoint with `load_weights` and export that.
     """
 
-    @checked(but=("inputs", "dynamic_shapes"))
+    @check_arguments(but=("inputs", "dynamic_shapes"))
     def __init__(
         self,
         to: str | os.PathLike[str] | Store,
@@ -93,18 +93,20 @@ class ExportModel(Logger):
     def fit_start(self, training: Training) -> None:
         """Begin to look for the first call of the model, if no inputs were given."""
         if self._call is None:
-            self._listening = training.model.register_forward_pre_hook(self._keep, with_kwargs=True)
+            self._listening = training.model.register_forward_pre_hook(
+                self._keep_call, with_kwargs=True
+            )
 
     def already_done(self, training: Training) -> None:
         """Export what is missing: an earlier process may have been killed before its export."""
         there = self._store.children()
-        missing = [kind for kind in self._formats if _key(training, kind) not in there]
+        missing = [kind for kind in self._formats if _make_name(training, kind) not in there]
         if missing and self._call is None:
             logger.warning(
                 "ExportModel: %s/%s does not exist, and no batch was trained on to export with: "
                 "give inputs=",
                 self._store.url,
-                _key(training, missing[0]),
+                _make_name(training, missing[0]),
             )
         elif missing:
             self._export(training, missing)
@@ -123,7 +125,7 @@ class ExportModel(Logger):
             self._listening.remove()
             self._listening = None
 
-    def _keep(self, _model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _keep_call(self, _model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._call = tree_map_only(Tensor, lambda one: one.detach().clone(), (args, named))
         self._stop_listening()
 
@@ -137,8 +139,8 @@ class ExportModel(Logger):
             model.eval()
             with torch.no_grad(), preserved(), tempfile.TemporaryDirectory() as folder:
                 for kind in kinds:
-                    path = Path(folder) / _key(training, kind)
-                    _write(model, args, named, self._dynamic_shapes, path)
+                    path = Path(folder) / _make_name(training, kind)
+                    _write_program(model, args, named, self._dynamic_shapes, path)
                 self._store.make_folder("")
                 for path in sorted(Path(folder).iterdir()):
                     self._store.put(path.name, path.read_bytes())
@@ -157,11 +159,11 @@ class ExportModel(Logger):
         return AverageInModelDtypes(training.state[self._weights], training.model).update()
 
 
-def _key(training: Training, kind: str) -> str:
+def _make_name(training: Training, kind: str) -> str:
     return f"model-step{training.counters.step}.{kind}"
 
 
-def _write(
+def _write_program(
     model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], shapes: Any, path: Path
 ) -> None:
     program = torch.export.export(model, args, named, dynamic_shapes=shapes)

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError, listing
 from holdfast.format.manifest import Timestamp
 from holdfast.launched import present_ranks
@@ -37,7 +37,7 @@ class Freeze(Callback):
     priority = 100
     """High priority: others see the state of the next step."""
 
-    @checked(but=("since", "until"))
+    @check_arguments(but=("since", "until"))
     def __init__(
         self, *patterns: str, until: str | Time | None = None, since: str | Time | None = None
     ) -> None:
@@ -53,8 +53,8 @@ class Freeze(Callback):
                 'Freeze: name what to freeze, such as Freeze("encoder.*", until="1ep")'
             )
         self._patterns = patterns
-        self._since = _checked("since", since)
-        self._until = _checked("until", until)
+        self._since = _parse_counted_time("since", since)
+        self._until = _parse_counted_time("until", until)
         self._frozen: dict[str, nn.Parameter] = {}
         self._is_frozen = False
         self._drops_gradients = False
@@ -79,18 +79,18 @@ class Freeze(Callback):
         }
         # What DDP and FSDP exchange is settled when they are made: there gradients are dropped.
         self._drops_gradients = present_ranks().world_size > 1
-        self._follow(training)
+        self._update_frozen(training)
 
     def fit_start(self, training: Training) -> None:
         """Freeze what is frozen at the step from which training goes on."""
         now = training.counters.timestamp
         for what, time in (("since", self._since), ("until", self._until)):
-            if time is not None and time.unit.of(now) is None:
+            if time is not None and time.unit.read_progress(now) is None:
                 raise UsageError(
                     f"Freeze: {what}='{time}': {argument_name(time.unit)} are not counted; give "
                     "the Trainer counts=Counts(…)"
                 )
-        self._follow(training)
+        self._update_frozen(training)
 
     def after_backward(self, training: Training) -> None:
         """Drop the gradients of frozen parameters, where several ranks train."""
@@ -100,11 +100,11 @@ class Freeze(Callback):
 
     def step_end(self, training: Training, metrics: Metrics) -> None:
         """Freeze or unfreeze, if it is time."""
-        self._follow(training)
+        self._update_frozen(training)
 
     def epoch_end(self, training: Training) -> None:
         """Freeze or unfreeze, if it is time."""
-        self._follow(training)
+        self._update_frozen(training)
 
     def close(self, training: Training) -> None:
         """Require gradients again, for whoever trains the model next."""
@@ -116,7 +116,7 @@ class Freeze(Callback):
         """Whether the parameters are frozen now."""
         return self._is_frozen
 
-    def _follow(self, training: Training) -> None:
+    def _update_frozen(self, training: Training) -> None:
         now = training.counters.timestamp
         has_begun = self._since is None or _is_reached(self._since, now)
         is_over = self._until is not None and _is_reached(self._until, now)
@@ -140,10 +140,10 @@ class Freeze(Callback):
 
 
 def _is_reached(time: Time, now: Timestamp) -> bool:
-    return (time.unit.of(now) or 0) >= time.value
+    return (time.unit.read_progress(now) or 0) >= time.value
 
 
-def _checked(what: str, given: str | Time | None) -> Time | None:
+def _parse_counted_time(what: str, given: str | Time | None) -> Time | None:
     if given is None:
         return None
     time = parse(given, what=f"Freeze: {what}")

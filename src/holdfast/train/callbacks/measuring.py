@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.system import peak_nbytes, resident_nbytes
 from holdfast.train.argument_checks import check_range
 from holdfast.train.callbacks.hooks import Callback
-from holdfast.train.parallel.strategies import whole
+from holdfast.train.parallel.strategies import gather_dtensor
 from holdfast.train.training import Counters, Metrics, Training
 
 Clock = Callable[[], float]
@@ -81,7 +81,7 @@ class SpeedMonitor(_Measuring):
     of all ranks together; `speed/mfu`, if the costs are given.
     """
 
-    @checked()
+    @check_arguments()
     def __init__(
         self,
         window: int = 50,
@@ -204,7 +204,7 @@ class GradientNorm(_Measuring):
 def read_numbers(numbers: Mapping[str, Tensor | float]) -> dict[str, float]:
     """Return numbers as floats, which waits for the device, and for DTensors for all ranks."""
     return {
-        name: float(whole(value) if isinstance(value, Tensor) else value)
+        name: float(gather_dtensor(value) if isinstance(value, Tensor) else value)
         for name, value in numbers.items()
     }
 

@@ -45,9 +45,9 @@ class Callbacks:
         self, callbacks: Iterable[Callback], training: Training, *, is_leader: bool = True
     ) -> None:
         given = list(callbacks)
-        _check(given)
+        _check_callbacks(given)
         self._training = training
-        self._names = _names(given)
+        self._names = _name_callbacks(given)
         self._all = sorted(given, key=lambda item: (isinstance(item, Logger), -item.priority))
         called = [item for item in self._all if is_leader or not isinstance(item, Logger)]
         self._by_hook = {hook: [item for item in called if _has(item, hook)] for hook in HOOKS}
@@ -79,7 +79,7 @@ class Callbacks:
             if item.step_numbers
         }
 
-    def note(self, numbers: Mapping[str, Mapping[str, float]]) -> None:
+    def pass_step_numbers(self, numbers: Mapping[str, Mapping[str, float]]) -> None:
         """Give callbacks what they had noted of a step; none for those that are not named."""
         for name, item in self._names.items():
             item.step_numbers = numbers.get(name, {})
@@ -95,12 +95,12 @@ class Callbacks:
         loggers = (item for item in self._all if isinstance(item, Logger))
         return [item.sink for item in loggers if item.sink is not None]
 
-    def follow(self, group: Group) -> None:
+    def copy_logger_state(self, group: Group) -> None:
         """Copy the state of the leader's loggers, which alone are called, to those of all ranks."""
         recording = self.recording
         if not recording:
             return
-        states = group.gather([item.state_dict() for item in recording])[0]
+        states = group.gather_values([item.state_dict() for item in recording])[0]
         if not group.is_leader:
             for item, state in zip(recording, states, strict=True):
                 item.load_state_dict(state)
@@ -124,7 +124,7 @@ class Callbacks:
         listeners = (callback for hook in hooks for callback in self._by_hook[hook])
         return any(not isinstance(callback, Logger) for callback in listeners)
 
-    def tell(
+    def call_hook(
         self,
         hook: Callable[Concatenate[Any, Training, P], None],
         *arguments: P.args,
@@ -133,14 +133,14 @@ class Callbacks:
         """Call a hook, such as `Callback.step_end`, of all callbacks that override it."""
         name = hook.__name__
         for callback in self._by_hook[name]:
-            if self._run(callback, name, *arguments, **named) is not None:
+            if self._run_hook(callback, name, *arguments, **named) is not None:
                 self._warn_of_result(callback, name)
 
     def transformed(self, hook: Callable[[Any, Training, T], T | None], value: T) -> T:
         """Pass a value through a hook of all callbacks; what a callback returns replaces it."""
         name = hook.__name__
         for callback in self._by_hook[name]:
-            replaced = self._run(callback, name, value)
+            replaced = self._run_hook(callback, name, value)
             value = value if replaced is None else replaced
         return value
 
@@ -151,14 +151,14 @@ class Callbacks:
         *arguments: P.args,
         **named: P.kwargs,
     ) -> None:
-        """Call a hook like `tell`, but only of the callbacks named in `to`, unless it is None."""
+        """Call a hook like `call_hook`; unless `to` is None, only of the callbacks named in it."""
         unknown = [name for name in to or () if name not in self._names]
         if unknown or isinstance(to, str):
             raise UsageError(f"to={to!r}: give a list of some of {list(self._names)}")
         chosen = None if to is None else [self._names[name] for name in to]
         for callback in self._by_hook[hook.__name__]:
             if chosen is None or callback in chosen:
-                self._run(callback, hook.__name__, *arguments, **named)
+                self._run_hook(callback, hook.__name__, *arguments, **named)
 
     def _warn_of_result(self, callback: Callback, hook: str) -> None:
         """Warn, once for each hook, that its result is ignored, such as True to stop."""
@@ -198,8 +198,8 @@ class Callbacks:
             except Exception:
                 logger.exception("%s failed in its exception hook", type(callback).__name__)
 
-    def close(self) -> None:
-        """Call the `close` hook of all callbacks, even if earlier ones raised.
+    def call_close_hooks(self) -> None:
+        """Call the `call_close_hooks` hook of all callbacks, even if earlier ones raised.
 
         Raises:
             HookFailed: the first callback that raised.
@@ -207,7 +207,7 @@ class Callbacks:
         failures: list[HookFailed] = []
         for callback in self._by_hook["close"]:
             try:
-                self._run(callback, "close")
+                self._run_hook(callback, "close")
             except HookFailed as error:
                 failures.append(error)
         for failure in failures[1:]:
@@ -215,7 +215,7 @@ class Callbacks:
         if failures:
             raise failures[0]
 
-    def _run(self, callback: Callback, hook: str, *arguments: Any, **named: Any) -> Any:
+    def _run_hook(self, callback: Callback, hook: str, *arguments: Any, **named: Any) -> Any:
         try:
             return getattr(callback, hook)(self._training, *arguments, **named)
         except HookFailed:
@@ -228,13 +228,13 @@ def _has(callback: Callback, hook: str) -> bool:
     return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
 
 
-def _check(given: list[Callback]) -> None:
+def _check_callbacks(given: list[Callback]) -> None:
     wrong = [f"{item!r} is not a holdfast.train.Callback" for item in given if not _is(item)]
     if any(count > 1 for count in Counter(map(id, given)).values()):
         wrong.append("the same object is given twice; it would run twice")
     for callback in filter(_is, given):
         wrong += [f"{type(callback).__name__}.{problem}" for problem in _problems(callback)]
-        wrong += [f"{type(callback).__name__}: {problem}" for problem in _settings(callback)]
+        wrong += [f"{type(callback).__name__}: {problem}" for problem in _find_problems(callback)]
     if wrong:
         raise UsageError("callbacks:\n" + listing(wrong))
 
@@ -262,7 +262,7 @@ def _problems(callback: Callback) -> list[str]:
     return found
 
 
-def _settings(callback: Callback) -> list[str]:
+def _find_problems(callback: Callback) -> list[str]:
     """Describe wrong attributes, and a state that is only saved or only loaded."""
     found, (save, load) = [], _STATE
     if hasattr(callback, save) != hasattr(callback, load):
@@ -288,7 +288,7 @@ def _accepts(signature: inspect.Signature, hook: str) -> bool:
     return True
 
 
-def _names(given: list[Callback]) -> dict[str, Callback]:
+def _name_callbacks(given: list[Callback]) -> dict[str, Callback]:
     """Map names to callbacks: a callback's own name, or one derived from its class."""
     names: dict[str, Callback] = {}
     for callback in given:

@@ -74,7 +74,7 @@ class Predictions:
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         """Read one part after the other: tensors by name."""
-        return map(_read, self.files)
+        return map(_read_part_file, self.files)
 
     def load(self) -> dict[str, Tensor]:
         """Read all parts into memory: tensors by name; a single output is called `output`."""
@@ -96,7 +96,7 @@ def predict(
     source = _Source(data, update.parallel.group, is_sharded=is_sharded(model))
     whole = _Folder(folder, update.parallel.group)
     with undisturbed(), evaluating(model), torch.no_grad():
-        whole.begin()
+        whole.prepare_folder()
         batches, at = source.batches(), 0
         while True:
             own: list[Batch] = []
@@ -105,13 +105,15 @@ def predict(
                 count += 1
                 if source.is_mine(number):
                     with update.numerics.autocast():
-                        found = (outputs or _call)(model, moved(batch, update.device))
-                    own.append((number, source.rank_in_batch, source.cut(_named(found))))
+                        found = (outputs or _call_model)(model, moved(batch, update.device))
+                    own.append(
+                        (number, source.rank_in_batch, source.drop_neighbor(_name_outputs(found)))
+                    )
             if not count:
                 break
-            whole.write(own)
+            whole.write_next_part(own)
             at += count
-        return whole.end()
+        return whole.mark_complete()
 
 
 class _Source:
@@ -139,7 +141,7 @@ class _Source:
         """Whether this rank computes a part of this batch."""
         return self._is_split or number % self._group.world_size == self._group.rank
 
-    def cut(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    def drop_neighbor(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
         """Drop the outputs for a neighbor's sample, of a batch with fewer samples than ranks."""
         if not self._is_split:
             return found
@@ -191,15 +193,15 @@ class _Folder:
         self._files: list[str] = []
         self._num_samples = 0
 
-    def begin(self) -> None:
+    def prepare_folder(self) -> None:
         """Make the folder.
 
         Raises:
             UsageError: it has predictions of an earlier call.
         """
-        self._group.from_leader("preparing the folder of predictions", self._prepare)
+        self._group.from_leader("preparing the folder of predictions", self._clear_folder)
 
-    def _prepare(self) -> None:
+    def _clear_folder(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         if found := sorted(path.name for path in self._folder.glob("predictions[-.]*")):
             raise UsageError(
@@ -208,9 +210,9 @@ class _Folder:
                 "them, or choose another folder"
             )
 
-    def write(self, own: Sequence[Batch]) -> None:
+    def write_next_part(self, own: Sequence[Batch]) -> None:
         """Write the next part from the outputs of all ranks."""
-        gathered = self._group.gather(list(own))
+        gathered = self._group.gather_values(list(own))
         batches = sorted(
             (batch for of_rank in gathered for batch in of_rank), key=lambda item: item[:2]
         )
@@ -219,13 +221,13 @@ class _Folder:
         )
 
     def _write(self, batches: Sequence[Mapping[str, Tensor]]) -> None:
-        joined = _joined(batches)
+        joined = _join_batches(batches)
         path = self._folder / f"predictions-{len(self._files):05d}.safetensors"
         _write(path, joined, len(self._files))
         self._files.append(path.name)
         self._num_samples += len(next(iter(joined.values())))
 
-    def end(self) -> Predictions:
+    def mark_complete(self) -> Predictions:
         """Record in the folder that all parts are complete."""
         self._group.from_leader("recording that all parts are complete", self._complete)
         return Predictions.of(self._folder)
@@ -234,14 +236,14 @@ class _Folder:
         if not self._files:
             raise UsageError("predict: the loader gave no batch")
         index = {"format": 1, "files": self._files, "num_samples": self._num_samples}
-        _replace(self._folder / _INDEX, [json.dumps(index, indent=1).encode()])
+        _replace_file(self._folder / _INDEX, [json.dumps(index, indent=1).encode()])
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def _call_model(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
-def _named(found: Any) -> dict[str, Tensor]:
+def _name_outputs(found: Any) -> dict[str, Tensor]:
     named = {_ONLY: found} if isinstance(found, Tensor) else found
     if not isinstance(named, Mapping) or not named:
         raise UsageError(
@@ -259,7 +261,7 @@ def _named(found: Any) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu") for name, value in named.items()}
 
 
-def _joined(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _join_batches(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     names = {tuple(sorted(found)) for found in batches}
     if len(names) > 1:
         raise UsageError(f"predict: batches give outputs of different names: {sorted(names)}")
@@ -286,10 +288,10 @@ def _write(path: Path, tensors: Mapping[str, Tensor], number: int) -> None:
         pieces += [bytes(start - end), data]
         end = start + spec.nbytes
     pieces.append(bytes(file.nbytes - end))
-    _replace(path, pieces)
+    _replace_file(path, pieces)
 
 
-def _replace(path: Path, pieces: Sequence[Any]) -> None:
+def _replace_file(path: Path, pieces: Sequence[Any]) -> None:
     aside = path.with_name(f".{path.name}.new")
     with aside.open("wb") as file:
         file.writelines(pieces)
@@ -298,7 +300,7 @@ def _replace(path: Path, pieces: Sequence[Any]) -> None:
     aside.replace(path)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read_part_file(path: Path) -> dict[str, Tensor]:
     data = bytearray(path.read_bytes())
     found = {}
     header = parse_header(data, file_nbytes=len(data), what=str(path))

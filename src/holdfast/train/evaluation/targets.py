@@ -23,7 +23,7 @@ from holdfast.ownership.access import locate
 from holdfast.ownership.leases import leased
 from holdfast.ownership.tiered_catalog import catalog_of
 from holdfast.ownership.tiered_options import Tiered
-from holdfast.results import Checkpoint, describe
+from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.root.address import split_source
 from holdfast.root.best import means_best
 from holdfast.root.catalog import Catalog, Entry, is_root
@@ -55,11 +55,11 @@ class Target:
     entry: Entry
 
     @property
-    def order(self) -> tuple[int, tuple[int, int], str]:
+    def sort_key(self) -> tuple[int, tuple[int, int], str]:
         """Sort key: by step, then in the order of commits."""
         return (self.entry.step, self.entry.order, self.store.url)
 
-    def load(self, weights: Mapping[str, nn.Module], edit: Edit | None) -> Checkpoint:
+    def load_modules(self, weights: Mapping[str, nn.Module], edit: Edit | None) -> Checkpoint:
         """Load and verify the checkpoint's weights into modules, by component name; claims nothing.
 
         `edit` may change the stored state before it is compared with the modules.
@@ -77,11 +77,11 @@ class Target:
         )
         options = LoadOptions(components=tuple(weights), rng=False, edit=edit)
         try:
-            loaded = reader.read(self.entry, options)
+            loaded = reader.read_candidate(self.entry, options)
         finally:
-            threads.close()
-        loaded.prepared.apply(loaded.tensors)
-        return describe(self.store, self.entry, notes=loaded.prepared.notes)
+            threads.close_pools()
+        loaded.prepared.apply_values(loaded.tensors)
+        return build_checkpoint(self.store, self.entry, notes=loaded.prepared.notes)
 
 
 def select(
@@ -91,7 +91,8 @@ def select(
 ) -> list[Target]:
     """Find the checkpoints that `which` names, each once, by step and then order of commits.
 
-    Each of `which` (None: the newest of `root`) is what `CheckpointManager.load` takes: "latest",
+    Each of `which` (None: the newest of `root`) is what `CheckpointManager.load_modules` takes:
+    "latest",
     a step, a folder, a tag or a label of `root`; or a path (a `Path`, or a text with a slash or an
     @ in it): `other/root`, `other/root@which`, the folder of one checkpoint. Names may be patterns
     of `fnmatch`, which are matched with folder, label, tags and `step=<n>`; every part of a path
@@ -107,9 +108,9 @@ def select(
     for item in wanted:
         if isinstance(item, bool) or not isinstance(item, str | int | os.PathLike):
             raise UsageError(f"which: {item!r} is neither a name nor a step")
-        for target in _resolve(own, item):
+        for target in _find_targets(own, item):
             found.setdefault((target.store.url, target.entry.folder), target)
-    return sorted(found.values(), key=lambda target: target.order)
+    return sorted(found.values(), key=lambda target: target.sort_key)
 
 
 @contextmanager
@@ -124,15 +125,15 @@ def kept_all(targets: Iterable[Target]) -> Iterator[None]:
 @contextmanager
 def borrowed(weights: Mapping[str, nn.Module]) -> Iterator[None]:
     """Restore the weights of the modules after the block, from a copy in host memory."""
-    before = {name: _copy(module) for name, module in weights.items()}
+    before = {name: _copy_state(module) for name, module in weights.items()}
     try:
         yield
     finally:
         for name, module in weights.items():
-            _put_back(module, before[name])
+            _restore_module(module, before[name])
 
 
-def _copy(module: nn.Module) -> dict[str, Any]:
+def _copy_state(module: nn.Module) -> dict[str, Any]:
     return {
         name: local(value.detach()).to("cpu", copy=True)
         if isinstance(value, Tensor)
@@ -142,7 +143,7 @@ def _copy(module: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _put_back(module: nn.Module, before: Mapping[str, Any]) -> None:
+def _restore_module(module: nn.Module, before: Mapping[str, Any]) -> None:
     if not is_sharded(module):
         module.load_state_dict(before)
         return
@@ -153,7 +154,7 @@ def _put_back(module: nn.Module, before: Mapping[str, Any]) -> None:
     module.load_state_dict(others, strict=False)
 
 
-def _resolve(own: Catalog | None, item: Which) -> list[Target]:
+def _find_targets(own: Catalog | None, item: Which) -> list[Target]:
     if not isinstance(item, str | int) or (isinstance(item, str) and _is_path(item)):
         return _find_at_path(os.fspath(item))
     if own is None:
@@ -161,27 +162,31 @@ def _resolve(own: Catalog | None, item: Which) -> list[Target]:
             f"which={item!r}: a checkpoint of the Trainer's own root, and it has none "
             "(checkpoints=None); name one by its path, as in other/root@latest"
         )
-    return [_target(own, own.resolve(item))] if isinstance(item, int) else _find_named(own, item)
+    return (
+        [_make_target(own, own.find_checkpoint(item))]
+        if isinstance(item, int)
+        else _find_named(own, item)
+    )
 
 
 def _is_path(text: str) -> bool:
     return "@" in text or (os.sep in text and not means_best(text))
 
 
-def _target(catalog: Catalog, entry: Entry) -> Target:
-    return Target(store=catalog.home(entry.folder), entry=entry)
+def _make_target(catalog: Catalog, entry: Entry) -> Target:
+    return Target(store=catalog.find_store(entry.folder), entry=entry)
 
 
 def _find_named(catalog: Catalog, which: str) -> list[Target]:
     try:
-        return [_target(catalog, catalog.resolve(which))]
+        return [_make_target(catalog, catalog.find_checkpoint(which))]
     except NoCheckpoint:
         if not glob.has_magic(which):
             raise
     entries = [entry for entry in catalog.lineage_entries() if _matches(entry, which)]
     if not entries:
         raise NoCheckpoint(f"{catalog.store.url}: no checkpoint of this run matches {which!r}")
-    return [_target(catalog, entry) for entry in entries]
+    return [_make_target(catalog, entry) for entry in entries]
 
 
 def _matches(entry: Entry, pattern: str) -> bool:

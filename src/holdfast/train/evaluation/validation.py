@@ -29,7 +29,7 @@ from holdfast.train.argument_checks import check_range
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.outputs import Image, StepOutput
 from holdfast.train.schedules.curves import EpochLength
-from holdfast.train.step.device_metrics import LazyMetrics, Mean, mean_of_ranks, number
+from holdfast.train.step.device_metrics import LazyMetrics, Mean, convert_metric, mean_of_ranks
 from holdfast.train.step.epoch_metrics import Scores
 from holdfast.train.step.step import LossFunction, Update, evaluate, moved
 from holdfast.train.training import Metrics
@@ -105,8 +105,8 @@ class Validation:
     downstream: Sequence[Downstream] = ()
     """Further checks at each, or each n-th, of these validations."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """Metrics that are no means, by name: objects with `update`, `compute` and `reset`, functions
-    of all outputs, or `Measured`; each is of one loader at a time."""
+    """Metrics that are no means, by name: objects with `update`, `compute_metrics` and
+    `reset_metrics`, functions of all outputs, or `Measured`; each is of one loader at a time."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -178,7 +178,7 @@ class Validator:
         named = dict(data) if isinstance(data, Mapping) else {"": data}
         if not named or not all(isinstance(name, str) for name in named):
             raise UsageError("validation data: give a loader, or some by name")
-        loaders = {self._name(name): Restarting(loader) for name, loader in named.items()}
+        loaders = {self._prefix_name(name): Restarting(loader) for name, loader in named.items()}
         object.__setattr__(self, "_loaders", loaders)
         for name, loader in named.items():
             _warn_of_repeated(name, loader)
@@ -187,7 +187,7 @@ class Validator:
         object.__setattr__(self, "_scores", scores)
 
     @property
-    def parts(self) -> tuple[ValidationPart, ...]:
+    def validation_parts(self) -> tuple[ValidationPart, ...]:
         """Parts of the validation: its loaders, then its checks."""
         loaders = ValidationPart(
             plan=self.plan, names=tuple(self._loaders), every_n_vals=1, run=self._run_loaders
@@ -195,7 +195,7 @@ class Validator:
         checks = [
             ValidationPart(
                 plan=self.plan,
-                names=(self._name(check.name),),
+                names=(self._prefix_name(check.name),),
                 every_n_vals=check.every_n_vals,
                 run=partial(self._run_check, check),
             )
@@ -203,50 +203,52 @@ class Validator:
         ]
         return (loaders, *checks)
 
-    def _name(self, name: str) -> str:
+    def _prefix_name(self, name: str) -> str:
         return "/".join(filter(None, (self.plan.name, name)))
 
     def _run_loaders(self, model: nn.Module) -> dict[str, float]:
         found: dict[str, float] = {}
         for name, loader in self._loaders.items():
-            self._start(name)
+            self._call_validation_start(name)
             metrics, pictures = self._metrics(loader, model)
-            found |= self._report(name, metrics)
+            found |= self._call_end_hook(name, metrics)
             for of, image in pictures.items():
                 full = f"{_prefix(name, self.kind)}{of}"
-                self.update.callbacks.tell(Callback.log_image, full, image)
+                self.update.callbacks.call_hook(Callback.log_image, full, image)
         return found
 
     def _run_check(self, check: Downstream, model: nn.Module) -> dict[str, float]:
-        name = self._name(check.name)
-        self._start(name)
+        name = self._prefix_name(check.name)
+        self._call_validation_start(name)
         with self.waiting():
             found = check.run(model)
         mean = Mean()
         values, kinds = self.update.numbers.reduced(found)
-        mean.add(values, 1.0, kinds)
-        return self._report(name, mean_of_ranks(self.update.parallel.group, mean).result())
+        mean.add_batch(values, 1.0, kinds)
+        return self._call_end_hook(
+            name, mean_of_ranks(self.update.parallel.group, mean).compute_means()
+        )
 
-    def _start(self, name: str) -> None:
+    def _call_validation_start(self, name: str) -> None:
         """Call `validation_start` for a loader or a check."""
-        self.update.callbacks.tell(Callback.validation_start, name)
+        self.update.callbacks.call_hook(Callback.validation_start, name)
         self.started()
 
-    def _report(self, name: str, found: Mapping[str, Any]) -> dict[str, float]:
+    def _call_end_hook(self, name: str, found: Mapping[str, Any]) -> dict[str, float]:
         """Call `validation_end` for a loader or a check; returns its metrics by full names."""
         values = LazyMetrics(found)
         if not values:
             raise UsageError(f"validation data {name!r} gave no batch, or a check no metric")
         metrics = {f"{_prefix(name, self.kind)}{metric}": value for metric, value in values.items()}
-        self.update.callbacks.tell(Callback.validation_end, name, metrics)
+        self.update.callbacks.call_hook(Callback.validation_end, name, metrics)
         return metrics
 
     def _metrics(
         self, loader: Restarting, model: nn.Module
     ) -> tuple[Mapping[str, Any], dict[str, Image]]:
         """Return the metrics of a loader, and their pictures."""
-        mean, update, tell = Mean(), self.update, self.update.callbacks.tell
-        self._scores.reset()
+        mean, update, tell = Mean(), self.update, self.update.callbacks.call_hook
+        self._scores.reset_metrics()
         has_weights: bool | None = None
         for given in self._fetch(loader):
             batch = moved(given, update.device)
@@ -261,15 +263,15 @@ class Validator:
             if not is_own:  # after the forward pass, in which other ranks take part
                 output = replace(output, weight=0.0)
             found, kinds = update.numbers.reduced({"loss": output.loss, **output.metrics})
-            mean.add(found, self._weight(given, output), kinds, is_own=is_own)
+            mean.add_batch(found, self._weight(given, output), kinds, is_own=is_own)
             if self._scores and is_own:
-                self._scores.update(batch, output)
+                self._scores.add_batch(batch, output)
             tell(Callback.validation_batch_end, batch, output)
-        means = mean_of_ranks(update.parallel.group, mean).result()
+        means = mean_of_ranks(update.parallel.group, mean).compute_means()
         if not self._scores or not means:
             return means, {}
-        scored, pictures = self._scores.compute()
-        self._scores.reset()
+        scored, pictures = self._scores.compute_metrics()
+        self._scores.reset_metrics()
         taken = [name for name in scored if name in means]
         if taken:
             raise UsageError(f"validation metrics: the loss gives metrics named {taken}, too")
@@ -278,7 +280,7 @@ class Validator:
     def _weight(self, given: Any, output: StepOutput) -> Tensor | float:
         if output.weight is None or self.plan.weigh is not None:
             return self.weigh(given)
-        return number("weight", output.weight)
+        return convert_metric("weight", output.weight)
 
     def _fetch(self, loader: Restarting) -> Iterator[Any]:
         batches = islice(loader.batches(), self.plan.batches)
@@ -313,7 +315,7 @@ class TrainerValidations:
 
     def __init__(self, validators: Sequence[Validator]) -> None:
         """Combine validators; raises `UsageError` if two would give metrics of the same names."""
-        self.parts = tuple(part for validator in validators for part in validator.parts)
+        self.parts = tuple(part for validator in validators for part in validator.validation_parts)
         counts = Counter(name for part in self.parts for name in part.names)
         twice = [name for name, count in counts.items() if count > 1]
         if twice:
@@ -327,18 +329,20 @@ class TrainerValidations:
     def __bool__(self) -> bool:
         return bool(self.parts)
 
-    def resolve(self, goal: Time, epoch: EpochLength) -> None:
+    def compute_intervals(self, goal: Time, epoch: EpochLength) -> None:
         """Compute the intervals for a goal and the length of an epoch."""
         for at, part in enumerate(self.parts):
             every = epoch.resolved(part.plan.trigger, "validation every").resolve(goal)
             self._intervals[at] = every.unit, every.size
 
-    def begin(self, step: int, known: Metrics) -> None:
+    def start_at_step(self, step: int, known: Metrics) -> None:
         """Begin at `step`; parts with metrics in `known` count as done there."""
         owners = {self._owner(name) for name in known if name.startswith("val/")}
         self._done = {at: step for at in owners if at is not None}
 
-    def due(self, before: Timestamp, now: Timestamp, *, is_last: bool) -> list[ValidationPart]:
+    def count_due_parts(
+        self, before: Timestamp, now: Timestamp, *, is_last: bool
+    ) -> list[ValidationPart]:
         """Return the parts that are due, and count them as done at this step.
 
         A part is due when a multiple of its interval was reached or passed since `before`.
@@ -379,7 +383,7 @@ class TrainerValidations:
         if is_last and part.plan.at_end:
             return True
         every_n = 1 if is_last else part.every_n_vals
-        passed = [(unit.of(stamp) or 0) // (size * every_n) for stamp in (before, now)]
+        passed = [(unit.read_progress(stamp) or 0) // (size * every_n) for stamp in (before, now)]
         return bool(passed[0] < passed[1])
 
     def _owner(self, metric: str) -> int | None:
@@ -438,7 +442,7 @@ class Restarting:
 
 def size_of(batch: Any) -> int:
     """Count the samples of a batch: the first dimension of its first tensor."""
-    tensor = next(_tensors(batch), None)
+    tensor = next(_iterate_tensors(batch), None)
     if tensor is None:
         raise UsageError(
             "validation: the number of samples of a batch is unknown; give "
@@ -473,13 +477,13 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
             module.training = is_training
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
+def _iterate_tensors(batch: Any) -> Iterator[Tensor]:
     if isinstance(batch, Tensor):
         if batch.dim():
             yield batch
     elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _tensors(value)
+            yield from _iterate_tensors(value)
     elif isinstance(batch, list | tuple):
         for value in batch:
-            yield from _tensors(value)
+            yield from _iterate_tensors(value)

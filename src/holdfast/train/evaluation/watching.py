@@ -48,7 +48,7 @@ class WatchedMetricsCheck:
             self._seen.update(metrics)
         self._waits_for_epoch &= not has_epoch
 
-    def check(self, metrics: Metrics, *, but_of_steps: bool = False) -> None:
+    def check_watched_metrics(self, metrics: Metrics, *, but_of_steps: bool = False) -> None:
         """Check what is watched after a validation; `metrics` are those of its step.
 
         A metric of a validation that has not run yet may still come, or of the first epoch.

@@ -10,7 +10,7 @@ from holdfast.events import Emitter
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.tiered_catalog import catalog_of
 from holdfast.policy.best import BestSaves
-from holdfast.results import Checkpoint, describe, metrics_by_step
+from holdfast.results import Checkpoint, build_checkpoint, metrics_by_step
 from holdfast.root.best import BEST
 from holdfast.train.evaluation.watching import OF_VALIDATION
 from holdfast.train.parallel.group import Group
@@ -22,7 +22,7 @@ def saves_of_validations(checkpoints: Checkpoints) -> BestSaves:
     return BestSaves([item for item in rules if item.rule.metric.startswith(OF_VALIDATION)])
 
 
-def begin(
+def load_best_metrics(
     best: BestSaves,
     checkpoints: Checkpoints,
     resumed: Checkpoint | None,
@@ -33,10 +33,14 @@ def begin(
     if best:
         manager.expect_metrics()  # a validation that does not give them raises an error
         what = "reading the metrics of earlier checkpoints"
-        best.begin(group.from_leader(what, lambda: _known(checkpoints, resumed)))
+        best.set_known_metrics(
+            group.from_leader(what, lambda: _read_earlier_metrics(checkpoints, resumed))
+        )
 
 
-def _known(checkpoints: Checkpoints, resumed: Checkpoint | None) -> dict[int, Mapping[str, float]]:
+def _read_earlier_metrics(
+    checkpoints: Checkpoints, resumed: Checkpoint | None
+) -> dict[int, Mapping[str, float]]:
     if resumed is None or checkpoints.root is None:
         return {}
     catalog = catalog_of(checkpoints.root, Emitter(), checkpoints.encrypt)
@@ -52,10 +56,10 @@ def finder(checkpoints: Checkpoints) -> Callable[[], Checkpoint | None]:
             return None
         catalog = catalog_of(root, Emitter(), checkpoints.encrypt)
         try:
-            entry = catalog.resolve(BEST)
+            entry = catalog.find_checkpoint(BEST)
         except NoCheckpoint:
             return None
-        return describe(catalog.home(entry.folder), entry)
+        return build_checkpoint(catalog.find_store(entry.folder), entry)
 
     return find
 

@@ -91,7 +91,7 @@ class FitEnding:
         self._agreed: EndReason | None = None
         """With several ranks, the reason on which they agreed when they met."""
 
-    def ask(self, reason: str) -> None:
+    def request_end(self, reason: str) -> None:
         """Request that `fit` ends after the current step, or where the ranks meet next."""
         self._request = self._request or reason or "a request"
 

@@ -108,7 +108,7 @@ class Fit:
         self._counters = gear.counters
         self._place = gear.place
         self._way_back = gear.way_back
-        self._tell = gear.callbacks.tell
+        self._tell = gear.callbacks.call_hook
         self._validated_step: int | None = None
         self._has_warned_of_eval = False
         self._logged_step: int | None = None
@@ -132,7 +132,7 @@ class Fit:
         """Resume, train and save, as `Trainer.fit` does."""
         self._tell(Callback.before_load)
         began_s = time.monotonic()
-        found = self._resume()
+        found = self._resume_or_start()
         is_resumed = found is not None
         if found is None:
             found = self._load_start()
@@ -143,11 +143,11 @@ class Fit:
         if found is None:
             self._begin_afresh()
         elif "ema" in found.new and self._gear.ema is not None:
-            self._gear.ema.begin(self._gear.model)
+            self._gear.ema.start_from_model(self._gear.model)
         if found is not None and PROGRESS in found.new:
             self._take_over(found)
         self._begin_counting()
-        self._gear.schedules.begin(self._counters)
+        self._gear.schedules.apply_counters(self._counters)
         self._place.leave_step()
         if found is not None:
             self._tell(Callback.resumed, found)
@@ -172,11 +172,13 @@ class Fit:
             group=self._group,
         )
         if not self._group.is_alone:
-            saver.agree(0)
+            saver.agree_on_ended_saves(0)
         resumed = found if is_resumed else None
         if is_resumed:
-            self._gear.update.parallel.resumed()
-        best.begin(self._gear.best, self._gear.checkpoints, resumed, self._manager, self._group)
+            self._gear.update.parallel.warn_of_inexact_resume()
+        best.load_best_metrics(
+            self._gear.best, self._gear.checkpoints, resumed, self._manager, self._group
+        )
         self._tell(Callback.fit_start)
         if found is not None:
             cost = {"load/duration_s": load_s, "load/nbytes": float(found.nbytes)}
@@ -185,7 +187,7 @@ class Fit:
         if found is None:
             self._gear.sanity()
         if not is_resumed:
-            saver.at(["start"], {})
+            saver.handle_events(["start"], {})
         try:
             self._train(saver, found)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
@@ -193,19 +195,19 @@ class Fit:
                 self._save_after(error, saver)
             raise
         finally:
-            self._batches.drop()
+            self._batches.drop_iteration()
             self._interruption = None
         outcome = self._ending.outcome(notes)
         if outcome.reason == "stopped":
             logger.info("training ended at step %d: %s", outcome.step, outcome.detail)
         return outcome
 
-    def _resume(self) -> Checkpoint | None:
+    def _resume_or_start(self) -> Checkpoint | None:
         if self._resuming.how == "never":
             self._expect_untrained()
             self._manager.start_new()
             return None
-        return self._resuming.resume(self._manager, can_start=self._start is not None)
+        return self._resuming.resume_or_roll_back(self._manager, can_start=self._start is not None)
 
     def _expect_untrained(self) -> None:
         if self._place.has_begun:
@@ -257,7 +259,7 @@ class Fit:
         else:
             build.seed_generators(self._gear.seed + self._group.rank)
         if ema is not None and not is_loaded(ema.model):
-            ema.begin(model)
+            ema.start_from_model(model)
         if now.were_loaded or is_loaded(model):
             self._manager.count_from(now.timestamp)
 
@@ -283,7 +285,7 @@ class Fit:
         known: Metrics = {} if found is None else found.metrics
         self._gear.watched.saw(known)
         self._metrics = LazyMetrics(known)
-        self._gear.validations.begin(begun_at, known)
+        self._gear.validations.start_at_step(begun_at, known)
         if any(name.startswith("val/") for name in known):
             self._validated_step = begun_at
         if found is not None and self._counters.unvalidated:
@@ -293,7 +295,7 @@ class Fit:
             metrics = self._finish_step(step_metrics, self._before, is_over)
             self._meet(saver)
             if not is_over:
-                saver.at(self._events(), metrics)
+                saver.handle_events(self._events(), metrics)
         if not is_over:
             # Training ended after the last step was handled: by hooks, or at the end of the data.
             metrics = self._finish_step(metrics, self._now, is_over=True)
@@ -302,28 +304,28 @@ class Fit:
         if self._counters.step == begun_at:
             metrics = LazyMetrics(known).joined(metrics)
         if self._ending.reason == "signal":
-            saver.stop(events, metrics)
+            saver.save_after_signal(events, metrics)
         else:
             reason = "final" if self._ending.reason == "goal" else str(self._ending.reason)
             # A save from before the end was known lacks the statistics of averaged weights.
             swa, has_trained = self._gear.swa, self._counters.step > begun_at
             lacks = swa is not None and swa.num_averaged > 0 and not swa.has_statistics
-            saver.finish(events, metrics, reason, again=lacks and has_trained)
+            saver.save_and_wait(events, metrics, reason, again=lacks and has_trained)
         self._tell(Callback.fit_end)
-        saver.settle(metrics)  # saves that the hook began
+        saver.finish_saves(metrics)  # saves that the hook began
 
     def _steps(self) -> Iterator[LazyMetrics]:
         """Train up to the goal; yields the metrics of each step after it is counted."""
         tell = self._tell
         while not self._ending.is_here():
             begun_at = self._counters.batch
-            self._begin_step()
+            self._enter_step()
             if begun_at == 0:
                 tell(Callback.epoch_start)
-            self._batches.begin()
+            self._batches.start_iterating()
             epoch, goes_on = self._counters.epoch, True
             while goes_on:  # at least one step, so that `epoch_start` is called once an epoch
-                self._begin_step()
+                self._enter_step()
                 tell(Callback.before_data)
                 self._place.has_begun = True
                 try:
@@ -333,7 +335,7 @@ class Fit:
                     self._interruption = error
                     break
                 if window:
-                    yield self._step(window)
+                    yield self._train_step(window)
                 elif begun_at == self._counters.batch == 0:
                     raise UsageError("data gave no batch in a whole epoch")
                 else:
@@ -357,12 +359,12 @@ class Fit:
             self._way_back.go()  # training ended after a step had begun
         self._place.leave_step()
 
-    def _begin_step(self) -> None:
+    def _enter_step(self) -> None:
         if self._place.is_between:
-            self._way_back.begin_step()
+            self._way_back.take_snapshot()
             self._place.enter_step()
 
-    def _step(self, window: list[Any]) -> LazyMetrics:
+    def _train_step(self, window: list[Any]) -> LazyMetrics:
         tell = self._tell
         tell(Callback.step_start)
         update, step = self._gear.update, self._place.present_step
@@ -374,8 +376,8 @@ class Fit:
         metrics = update.leave_out() if is_skipped else update(window, fills_in=fills_in)
         has_epoch = False
         if self._gear.ema is not None:
-            self._gear.ema.follow(self._gear.model)
-        self._counters.add_step(len(window), *self._counted())
+            self._gear.ema.update_average(self._gear.model)
+        self._counters.add_step(len(window), *self._count_samples())
         # A save after the epoch's last step must record that the epoch is over.
         is_cut = len(window) < self._gear.accumulate
         is_over = is_cut or self._batches.are_over(self._counters.batch)
@@ -400,7 +402,7 @@ class Fit:
     def _follow_swa(self) -> None:
         if self._gear.swa is not None:
             before, self._followed = self._followed, self._counters.timestamp
-            self._gear.swa.follow(self._gear.model, before, self._followed, self._ending.goal)
+            self._gear.swa.add_if_due(self._gear.model, before, self._followed, self._ending.goal)
 
     def _note_due(self, before: Timestamp) -> None:
         """Count the validations due since `before`, for saves: hooks may save or fail first."""
@@ -410,7 +412,7 @@ class Fit:
         now, due = self._counters.timestamp, self._gear.validations.names_due
         names = due(before, now, is_last=self._ending.is_at_goal())
         self._counters.unvalidated = names
-        if self._gear.schedules.watch:
+        if self._gear.schedules.steps_after_validation:
             regular = due(before, now, is_last=False)
             self._counters.only_at_goal = [name for name in names if name not in regular]
 
@@ -422,7 +424,7 @@ class Fit:
         if not self._place.is_under_way:
             self._of_late_epoch = metrics
 
-    def _counted(self) -> list[int | None]:
+    def _count_samples(self) -> list[int | None]:
         """Count the samples and tokens of a step, on all ranks."""
         own = self._gear.counts.totals(self._batches.own)
         if self._group.is_alone or own == (None, None):
@@ -435,7 +437,7 @@ class Fit:
         now, before = self._now, self._before
         is_logged = now.step % self._gear.log_every == 0 or self._validated_step == now.step
         if not self._group.is_alone and (is_logged or now.epoch != before.epoch):
-            saver.agree(self._ending.meet(saver.num_ended))
+            saver.agree_on_ended_saves(self._ending.meet(saver.num_ended))
 
     def _finish_step(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
         """Run the validations and logs due at this step; returns all its metrics."""
@@ -446,11 +448,13 @@ class Fit:
             self._tell(Callback.log_image, name, image)
         if self._gear.validations:
             is_last = is_over and self._ending.reason == "goal"
-            due = self._gear.validations.due(before, self._counters.timestamp, is_last=is_last)
+            due = self._gear.validations.count_due_parts(
+                before, self._counters.timestamp, is_last=is_last
+            )
         if due:
             metrics = self._validate(metrics, due)
         elif not self._gear.validations and not is_over:
-            self._gear.watched.check(
+            self._gear.watched.check_watched_metrics(
                 metrics, but_of_steps=before.epoch == self._counters.timestamp.epoch
             )
         if self._counters.unvalidated:
@@ -481,7 +485,7 @@ class Fit:
         self._counters.unvalidated, self._counters.only_at_goal = [], []
         self._validated_step = self._counters.step
         self._metrics = metrics.joined(found)
-        self._gear.watched.check(self._metrics)
+        self._gear.watched.check_watched_metrics(self._metrics)
         return self._metrics
 
     def _validate_late(self, saver: StepSaver, found: Checkpoint) -> Metrics:
@@ -492,7 +496,7 @@ class Fit:
         step = self._counters.step
         parts = self._gear.validations.made_up(self._counters.unvalidated, step)
         numbers = self._counters.step_numbers
-        self._gear.callbacks.note(numbers)
+        self._gear.callbacks.pass_step_numbers(numbers)
         of_step = LazyMetrics(numbers.get("", {})).joined(found.metrics)
         self._counters.step_metrics = of_step
         metrics = self._validate(of_step, parts)
@@ -514,13 +518,13 @@ class Fit:
                     "step %d failed %s, so nothing of it can be saved; the newest checkpoint is %s",
                     self._place.present_step,
                     lost,
-                    saver.newest() or "none",
+                    saver.wait_for_newest() or "none",
                 )
                 return
             self._place.leave_step()
             self._log_after_error()
-            saver.at(["exception"], self._metrics)
-            saver.settle(self._metrics)
+            saver.handle_events(["exception"], self._metrics)
+            saver.finish_saves(self._metrics)
         except Exception as failure:
             logger.exception("after %r the state could not be saved: %s", error, failure)
 
@@ -528,7 +532,7 @@ class Fit:
         """Restore the state from before the failed step; returns why it is lost, or ""."""
         if not self._way_back.go():
             return "in its update"
-        changed = ", ".join(self._way_back.changed())
+        changed = ", ".join(self._way_back.find_changed())
         return (
             changed
             and f"when it had changed {changed}, whose state from before the step is not kept"

@@ -25,7 +25,7 @@ class Resuming:
     strict: bool = True
     override: Collection[str] = ()
 
-    def check(self, start: StartingPoint | None, *, has_root: bool) -> None:
+    def check_resume_arguments(self, start: StartingPoint | None, *, has_root: bool) -> None:
         """Check them before anything is read."""
         is_named = self.how not in (*_NEWEST, "never")
         if is_named and start is not None:
@@ -36,7 +36,9 @@ class Resuming:
         if not has_root and (is_named or (self.how == "always" and start is None)):
             raise UsageError(f"resume={self.how!r}: this Trainer has no root (checkpoints=None)")
 
-    def resume(self, manager: CheckpointManager, *, can_start: bool) -> Checkpoint | None:
+    def resume_or_roll_back(
+        self, manager: CheckpointManager, *, can_start: bool
+    ) -> Checkpoint | None:
         """Resume from the newest checkpoint, or roll the run back to the named one.
 
         `can_start`: whether the run may start elsewhere, so that no checkpoint is required.

@@ -51,7 +51,7 @@ class Saves:
         if event.kind == "committed" and event.step is not None:
             self._durations_s[event.step] = event.fields["save_s"]
 
-    def of(self, pending: PendingSave, nbytes: int) -> dict[str, float]:
+    def collect_costs(self, pending: PendingSave, nbytes: int) -> dict[str, float]:
         """Return the cost metrics of a durable save; forgets those of earlier steps."""
         for step in list(self._durations_s):
             if step < pending.step:
@@ -107,7 +107,7 @@ class StepSaver:
         """Number of saves that have ended on this rank, before the first one that is under way."""
         return self._num_reported + sum(1 for _ in takewhile(PendingSave.done, self._begun))
 
-    def agree(self, num_ended: int) -> None:
+    def agree_on_ended_saves(self, num_ended: int) -> None:
         """Agree with the other ranks on the saves that have ended on all of them, by number.
 
         From now on only ends that all ranks know are reported. What has failed on any rank has
@@ -117,19 +117,23 @@ class StepSaver:
         failed = [int(save.failure() is not None) for save in ended]
         self._failed_somewhere = self._group.max(failed) if failed else []
 
-    def at(self, events: Sequence[Event], metrics: Metrics) -> None:
+    def handle_events(self, events: Sequence[Event], metrics: Metrics) -> None:
         """Call hooks for saves that have ended, and begin one if it is due at any of `events`."""
         is_plain = events == _ONLY_STEP and not self._begun and self._retry is None
         if is_plain and self._manager.is_quiet(self._counters.step):
             return
         self._report_ended()
         vetoes = self._callbacks.vetoes
-        best = self._best.due(self._counters.step, metrics) if "evaluation" in events else None
+        best = (
+            self._best.find_best_save(self._counters.step, metrics)
+            if "evaluation" in events
+            else None
+        )
         wanted = [due for due in (self._due_retry(vetoes), best) if due is not None]
-        self._save(events, metrics, together(wanted), vetoes)
+        self._save_if_due(events, metrics, together(wanted), vetoes)
         self._report_ended()
 
-    def finish(
+    def save_and_wait(
         self, events: Sequence[Event], metrics: Metrics, reason: str, *, again: bool
     ) -> None:
         """Save the current step and wait until it is durable.
@@ -140,33 +144,33 @@ class StepSaver:
         if again:
             self._saved_step = None
         while self._saved_step != self._counters.step:
-            if not self._save([*events, "end"], metrics, Due("permanent", reason)):
+            if not self._save_if_due([*events, "end"], metrics, Due("permanent", reason)):
                 return
             self._await()
 
-    def stop(self, events: Sequence[Event], metrics: Metrics) -> None:
+    def save_after_signal(self, events: Sequence[Event], metrics: Metrics) -> None:
         """Save the current step after a signal, permanent or not, and wait until it is durable."""
-        self.at([*events, "signal"], metrics)
-        self.settle(metrics)
+        self.handle_events([*events, "signal"], metrics)
+        self.finish_saves(metrics)
 
     def again(self, due: Due, metrics: Metrics) -> None:
         """Save the current step again, with metrics that were not known before."""
-        self._save([], metrics, due)
+        self._save_if_due([], metrics, due)
         self._report_ended()
 
-    def newest(self) -> str | None:
+    def wait_for_newest(self) -> str | None:
         """Wait for the save under way, and return the newest checkpoint's folder."""
         with suppress(SaveFailed):
             self._manager.wait(uploads=False)
         return next((checkpoint.folder for checkpoint in self._manager.list()), None)
 
-    def settle(self, metrics: Metrics) -> None:
+    def finish_saves(self, metrics: Metrics) -> None:
         """Wait until no save is under way, and retry failed ones."""
         self._await()
-        while self._retry is not None and self._save([], metrics, self._retry):
+        while self._retry is not None and self._save_if_due([], metrics, self._retry):
             self._await()
 
-    def _save(
+    def _save_if_due(
         self,
         events: Sequence[Event],
         metrics: Metrics,
@@ -197,7 +201,9 @@ class StepSaver:
             # Not the save's own wait: only the manager's has a deadline.
             self._manager.wait(uploads=False)
         if not self._group.is_alone:
-            self.agree(self._num_reported + len(self._begun))  # every rank has waited
+            self.agree_on_ended_saves(
+                self._num_reported + len(self._begun)
+            )  # every rank has waited
         self._report_ended()
 
     def _report_ended(self) -> None:
@@ -217,26 +223,26 @@ class StepSaver:
                     )
             except SaveFailed as error:
                 self._failed_step = begun.step
-                self._best.failed(begun.step)
-                self._failed(begun.due, error)
+                self._best.forget_save(begun.step)
+                self._handle_failed_save(begun.due, error)
                 continue
             self._num_failures = 0
             if checkpoint.unhealthy:
-                self._best.failed(begun.step)
+                self._best.forget_save(begun.step)
             if self._retry is not None and covers(begun.due, self._retry):
                 self._retry = None
             is_whole = begun.due.components is None
             if begun is self._newest_own and is_whole and checkpoint.save_class == "permanent":
                 self._saved_step = checkpoint.step
-            cost = self._saves.of(begun, checkpoint.nbytes)
+            cost = self._saves.collect_costs(begun, checkpoint.nbytes)
             with self._place.left():
-                self._callbacks.tell(Callback.checkpoint_saved, checkpoint, cost)
+                self._callbacks.call_hook(Callback.checkpoint_saved, checkpoint, cost)
 
-    def _failed(self, due: Due, error: SaveFailed) -> None:
+    def _handle_failed_save(self, due: Due, error: SaveFailed) -> None:
         self._num_failures += 1
         self._retry = together([due] if self._retry is None else [self._retry, due])
         with self._place.left():
-            self._callbacks.tell(Callback.checkpoint_failed, error)
+            self._callbacks.call_hook(Callback.checkpoint_failed, error)
         if self._num_failures >= MAX_FAILURES_IN_A_ROW:
             raise error
         logger.warning(
@@ -281,7 +287,7 @@ class StepPosition:
         finally:
             self.is_between = before
 
-    def check(self, step: int) -> None:
+    def check_save_step(self, step: int) -> None:
         """Check that a save of `step` may begin."""
         if not self.is_between:
             raise UsageError(
@@ -313,7 +319,7 @@ def check_health(
     The reasons go into the manifest. Reads every weight once, and waits for the accelerator.
     """
     own = [*_wrong_loss(metrics), *_wrong_weights(model)]
-    reasons = tuple(dict.fromkeys(reason for found in group.gather(own) for reason in found))
+    reasons = tuple(dict.fromkeys(reason for found in group.gather_values(own) for reason in found))
     if not reasons:
         return ()
     error = UnhealthyState(f"step {step} is not healthy:\n{listing(reasons)}")

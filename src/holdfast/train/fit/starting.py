@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import SaveSkipped, UsageError
 from holdfast.events import url_without_secrets
 from holdfast.format.layout import parse_attempt
@@ -44,7 +44,7 @@ class StartingPoint:
     which: str
 
     @classmethod
-    def of(
+    def resolve_source(
         cls,
         source: str | os.PathLike[str] | None,
         root: str | os.PathLike[str] | Store | Tiered | None,
@@ -74,7 +74,7 @@ class StartingPoint:
             )
         return cls(store=store, which=folder or which)
 
-    def load(
+    def load_whole_state(
         self,
         state: Mapping[str, Any],
         hooks: StateHooks,
@@ -173,7 +173,7 @@ class DryRunManager(NullManager):
         self._counters = counters
         self._has_told = False
 
-    @checked()
+    @check_arguments()
     def save(
         self,
         step: int,
@@ -190,7 +190,7 @@ class DryRunManager(NullManager):
         wait: bool = False,
     ) -> PendingSave:
         """Check what a save checks, and return one that has committed nothing; says so once."""
-        only = None if components is None else self._checked(components)
+        only = None if components is None else self._check_components(components)
         due = Due(save_class, reason, components=only, tags=checked_tags(tags))
         now = msgspec.structs.replace(self._counters.timestamp, step=step)
         measured = checked_metrics(metrics)

@@ -58,7 +58,7 @@ class TrialSteps:
         try:
             yield replace(self.update, means=RankMeans(self.update.parallel.group))
         finally:
-            kept.put_back()
+            kept.restore_weights()
             for module, is_training in modes:
                 module.training = is_training
 
@@ -152,7 +152,7 @@ class _Kept:
         ]
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore_weights(self) -> None:
         """Restore the state."""
         for item, kept in self._weights:
             local(item.detach()).copy_(kept)
@@ -166,7 +166,7 @@ class _Kept:
                         group[name].copy_(option)
                     else:
                         group[name] = option
-        self._rest.put_back()
+        self._rest.restore_snapshot()
 
 
 def _others(state: Mapping[str, Any]) -> dict[str, Any]:

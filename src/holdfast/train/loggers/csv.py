@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.system import sync
@@ -45,7 +45,7 @@ class Csv(Logger):
     none that a resume needs, and the file is that of a run that was never killed, byte for byte.
     """
 
-    @checked()
+    @check_arguments()
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Write to the file `path`; its folder is made."""
         self.path = Path(path)
@@ -60,7 +60,7 @@ class Csv(Logger):
     def fit_start(self, training: Training) -> None:
         """Drop rows of steps that will be done again, and open the file."""
         now = training.counters
-        self._rewrite(lambda rows: _kept(rows, now.step, is_validated=not now.unvalidated))
+        self._rewrite(lambda rows: _trim_row(rows, now.step, is_validated=not now.unvalidated))
 
     def before_optimizer_step(self, training: Training) -> None:
         """Note the learning rates of the step, which schedulers change after it."""
@@ -75,7 +75,7 @@ class Csv(Logger):
             rates = read_numbers(self.step_numbers)
             found |= {f"lr/{name}": rate for name, rate in rates.items()}
         if found:
-            self._add(_row_of(training.present_step, training.counters.timestamp, found))
+            self._merge_row(_row_of(training.present_step, training.counters.timestamp, found))
 
     def test_end(self, training: Training, at: Timestamp, metrics: Metrics) -> None:
         """Add the metrics of a test to the row of its step, also outside of `fit`."""
@@ -101,7 +101,7 @@ class Csv(Logger):
             self._file.close()
             self._file = None
 
-    def _add(self, row: Row) -> None:
+    def _merge_row(self, row: Row) -> None:
         """Add to the newest row if it is of the same step, else begin another one."""
         if not row.keys() <= {*self._columns}:
             self._rewrite(lambda rows: _merged(rows, row))
@@ -128,7 +128,7 @@ class Csv(Logger):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._file is not None:
             self._file.close()
-        columns, rows = _read(self.path)
+        columns, rows = _read_csv_rows(self.path)
         rows = edit(rows)
         self._columns = [*dict.fromkeys((*columns, *(name for row in rows for name in row)))]
         self._row, self._row_start = rows[-1] if rows else {}, 0
@@ -162,7 +162,7 @@ def _column(name: str) -> str:
     return f"{_MEMBERS}{name}" if name in _OWN else name
 
 
-def _read(path: Path) -> tuple[list[str], list[Row]]:
+def _read_csv_rows(path: Path) -> tuple[list[str], list[Row]]:
     """Read the columns and the whole rows.
 
     Raises:
@@ -193,7 +193,7 @@ def _merged(rows: list[Row], new: Row) -> list[Row]:
     return [*rows, new]
 
 
-def _kept(rows: Sequence[Row], step: int, *, is_validated: bool) -> list[Row]:
+def _trim_row(rows: Sequence[Row], step: int, *, is_validated: bool) -> list[Row]:
     """Drop the rows after the step at which a run resumes, and a validation that is to be done."""
     kept = [row for row in rows if int(row["step"]) <= step]
     for row in kept:

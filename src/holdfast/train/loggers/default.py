@@ -70,7 +70,7 @@ class JsonLines(Logger):
         rates = self.step_numbers if "loss" in metrics else {}
         found = beyond_rates(metrics, self.step_numbers)
         if found or not metrics:
-            self._write(training.present_step, training.counters.timestamp, found, rates)
+            self._write_metrics(training.present_step, training.counters.timestamp, found, rates)
 
     def log_image(self, training: Training, name: str, image: Image) -> None:
         """Write the matrix that a picture shows; no-op outside of `fit`."""
@@ -102,12 +102,12 @@ class JsonLines(Logger):
     def test_end(self, training: Training, at: Timestamp, metrics: Metrics) -> None:
         """Write the metrics of a test; outside of `fit` in place of an earlier line like it."""
         if self._file is not None:
-            self._write(at.step, at, metrics)
+            self._write_metrics(at.step, at, metrics)
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         drop_tests(self.path, at.step, metrics)
         self._file = self.path.open("ab")
-        self._write(at.step, at, metrics)
+        self._write_metrics(at.step, at, metrics)
         self.close(training)
 
     def before_save(self, training: Training) -> None:
@@ -116,12 +116,12 @@ class JsonLines(Logger):
 
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Write the cost of the load."""
-        self._write(checkpoint.step, checkpoint.timestamp, cost)
+        self._write_metrics(checkpoint.step, checkpoint.timestamp, cost)
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Write the cost of the save, and sync the file, as the checkpoint is durable."""
         assert self._file is not None
-        self._write(checkpoint.step, checkpoint.timestamp, cost)
+        self._write_metrics(checkpoint.step, checkpoint.timestamp, cost)
         self._flush()
         sync(self._file.fileno())
 
@@ -131,7 +131,7 @@ class JsonLines(Logger):
             self._file.close()
             self._file = None
 
-    def _write(
+    def _write_metrics(
         self, step: int, now: Timestamp, metrics: Metrics, rates: Mapping[str, Any] = _NO_RATES
     ) -> None:
         finite = {name: _finite(value) for name, value in metrics.items()}
@@ -174,7 +174,7 @@ def drop_beyond(path: Path, step: int, *, is_validated: bool = True) -> int:
     process killed before the save; its line is removed, as it will be logged again.
     The file is replaced as a whole, or not changed if nothing is to be removed.
     """
-    return _drop(path, lambda line: _is_kept(line, step, is_validated))
+    return _drop_lines(path, lambda line: _is_kept(line, step, is_validated))
 
 
 def drop_tests(path: Path, step: int, metrics: Metrics) -> int:
@@ -188,9 +188,9 @@ def drop_tests(path: Path, step: int, metrics: Metrics) -> int:
         except ValueError:
             return False
         is_of_step = isinstance(found, dict) and found.get("step") == step
-        return not (is_of_step and _of(found).keys() == metrics.keys())
+        return not (is_of_step and _read_metrics(found).keys() == metrics.keys())
 
-    return _drop(path, stays)
+    return _drop_lines(path, stays)
 
 
 def beyond_rates(metrics: Metrics, rates: Mapping[str, Any]) -> dict[str, float]:
@@ -201,7 +201,7 @@ def beyond_rates(metrics: Metrics, rates: Mapping[str, Any]) -> dict[str, float]
     return {name: value for name, value in metrics.items() if name not in own}
 
 
-def _drop(path: Path, stays: Callable[[bytes], bool]) -> int:
+def _drop_lines(path: Path, stays: Callable[[bytes], bool]) -> int:
     if not path.exists():
         return 0
     lines = path.read_bytes().splitlines(keepends=True)
@@ -225,10 +225,14 @@ def _is_kept(line: bytes, step: int, is_validated: bool) -> bool:
     number = found.get("step") if isinstance(found, dict) else None
     if not (line.endswith(b"\n") and isinstance(number, int) and number <= step):
         return False
-    return is_validated or number < step or not any(name.startswith("val/") for name in _of(found))
+    return (
+        is_validated
+        or number < step
+        or not any(name.startswith("val/") for name in _read_metrics(found))
+    )
 
 
-def _of(line: dict[str, Any]) -> dict[str, Any]:
+def _read_metrics(line: dict[str, Any]) -> dict[str, Any]:
     metrics = line.get("metrics")
     return metrics if isinstance(metrics, dict) else {}
 

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from holdfast.policy.clock import Unit
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.callbacks.measuring import Clock, Pace, memory_nbytes, rates_of
-from holdfast.train.loggers.text import duration, short, size, summary
+from holdfast.train.loggers.text import duration, format_nbytes, short, summary
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
@@ -45,11 +45,11 @@ class ProgressBar(Logger):
     def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
         """Print the checkpoint that training resumes from."""
         self._saved = checkpoint.step
-        self._say(f"resumed {checkpoint.folder} at step {checkpoint.step}")
+        self._print_line(f"resumed {checkpoint.folder} at step {checkpoint.step}")
 
     def already_done(self, training: Training) -> None:
         """Print that the goal is reached already."""
-        self._say(
+        self._print_line(
             f"{training.goal} is reached already, at step {training.counters.step}: nothing is "
             "trained; a larger goal goes on from there"
         )
@@ -61,7 +61,7 @@ class ProgressBar(Logger):
         self._pace.mark(training.counters)
         self._began = self._clock(), _progress(training)
         for line in summary(training.model, training.checkpoints):
-            self._say(line)
+            self._print_line(line)
         if not self._console.is_terminal:
             return
         columns = ("{task.fields[at]}", BarColumn(), "{task.fields[state]}")
@@ -89,24 +89,24 @@ class ProgressBar(Logger):
         if self._is_running:
             shown = [f"{key} {metrics[key]:.4g}" for key in [*metrics][:MAX_METRICS]]
             more = f", and {len(metrics) - MAX_METRICS} more" * (len(metrics) > MAX_METRICS)
-            self._say(f"validated step {training.present_step}: {', '.join(shown)}{more}")
+            self._print_line(f"validated step {training.present_step}: {', '.join(shown)}{more}")
 
     def log(self, training: Training, metrics: Metrics) -> None:
         """Show the state of training; no-op for metrics that are not those of a step."""
         if "loss" not in metrics or not self._is_running:
             return
         self._pace.mark(training.counters)
-        state = "  ".join(self._state(training, metrics))
+        state = "  ".join(self._format_status(training, metrics))
         if self._bar is None:
-            self._say(f"{_place(training)}  {state}")
+            self._print_line(f"{_describe_progress(training)}  {state}")
         else:
             self._bar.update(self._bar.task_ids[0], state=state)
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Print the name of a checkpoint, and what it cost."""
         self._saved = checkpoint.step
-        took = f"{size(cost['save/nbytes'])} in {cost['save/duration_s']:.2g} s"
-        self._say(f"saved {checkpoint.folder} at step {checkpoint.step}: {took}")
+        took = f"{format_nbytes(cost['save/nbytes'])} in {cost['save/duration_s']:.2g} s"
+        self._print_line(f"saved {checkpoint.folder} at step {checkpoint.step}: {took}")
 
     def close(self, training: Training) -> None:
         """Remove the bar and restore the terminal."""
@@ -115,7 +115,7 @@ class ProgressBar(Logger):
             self._bar.stop()
             self._bar = None
 
-    def _state(self, training: Training, metrics: Metrics) -> list[str]:
+    def _format_status(self, training: Training, metrics: Metrics) -> list[str]:
         found = [f"loss {metrics['loss']:.4g}"]
         rates = list(dict.fromkeys(float(rate) for rate in self.step_numbers.values()))
         found += [f"lr {', '.join(f'{rate:.3g}' for rate in rates[:3])}"] if rates else []
@@ -123,7 +123,7 @@ class ProgressBar(Logger):
         names = ("samples", "tokens") if "samples" in speeds or "tokens" in speeds else ("steps",)
         found += [f"{short(speeds[name])} {name}/s" for name in names if name in speeds]
         nbytes = memory_nbytes(training.model)
-        found += [] if nbytes is None else [f"memory {size(nbytes)}"]
+        found += [] if nbytes is None else [f"memory {format_nbytes(nbytes)}"]
         left_s = self._left_s(training)
         found += [] if left_s is None else [f"ETA {duration(left_s)}"]
         return [*found, "not saved yet" if self._saved is None else f"saved step {self._saved}"]
@@ -140,9 +140,9 @@ class ProgressBar(Logger):
     def _move(self, training: Training) -> None:
         if self._bar is not None:
             task = self._bar.task_ids[0]
-            self._bar.update(task, completed=_progress(training), at=_place(training))
+            self._bar.update(task, completed=_progress(training), at=_describe_progress(training))
 
-    def _say(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         console = self._console
         if console.is_terminal or console.record or console.quiet:
             console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -151,7 +151,7 @@ class ProgressBar(Logger):
             console.file.flush()
 
 
-def _place(training: Training) -> str:
+def _describe_progress(training: Training) -> str:
     """Describe the step and the epoch, with the goal: "step 20/100" or "step 20  epoch 2/3"."""
     now, goal = training.counters, training.goal
     step, epoch = f"step {now.step}", f"epoch {now.epoch}"
@@ -159,14 +159,14 @@ def _place(training: Training) -> str:
         return f"{step}/{goal.value}  {epoch}"
     if goal.unit is Unit.EPOCH:
         return f"{step}  {epoch}/{goal.value}"
-    done = goal.unit.of(now.timestamp) or 0
+    done = goal.unit.read_progress(now.timestamp) or 0
     return f"{step}  {short(done)}/{short(goal.value)} {goal.unit.value}"
 
 
 def _progress(training: Training) -> float:
     """Return the progress in the unit of the goal, within an epoch where its length is known."""
     now, unit = training.counters, training.goal.unit
-    done = float(unit.of(now.timestamp) or 0)
+    done = float(unit.read_progress(now.timestamp) or 0)
     if unit is not Unit.EPOCH:
         return done
     try:

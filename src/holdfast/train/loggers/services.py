@@ -310,7 +310,7 @@ class TensorBoard(Logger):
 
     def log(self, training: Training, metrics: Metrics) -> None:
         """Write the metrics of the step."""
-        self._write(metrics, training.present_step)
+        self._write_scalars(metrics, training.present_step)
 
     def log_image(self, training: Training, name: str, image: Image) -> None:
         """Write a picture of the step."""
@@ -348,20 +348,20 @@ class TensorBoard(Logger):
 
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Write the cost of the load."""
-        self._write(cost, checkpoint.step)
+        self._write_scalars(cost, checkpoint.step)
 
     def checkpoint_saved(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Write the cost of the save, and flush the file."""
-        self._write(cost, checkpoint.step)
+        self._write_scalars(cost, checkpoint.step)
         self._writer.flush()
 
     def test_end(self, training: Training, at: Timestamp, metrics: Metrics) -> None:
         """Write the metrics of a test; outside of `fit` into a file of events of their own."""
         if self._writer is not None:
-            self._write(metrics, at.step)
+            self._write_scalars(metrics, at.step)
             return
         self._writer = self._make(self.folder)
-        self._write(metrics, at.step)
+        self._write_scalars(metrics, at.step)
         self.close(training)
 
     def close(self, training: Training) -> None:
@@ -372,7 +372,7 @@ class TensorBoard(Logger):
         if self.sink is not None:
             self.sink.target = None
 
-    def _write(self, metrics: Metrics, step: int) -> None:
+    def _write_scalars(self, metrics: Metrics, step: int) -> None:
         if self._writer is None:  # outside of `fit`, `validate` has no step to write at
             return
         for name, value in metrics.items():

@@ -24,7 +24,7 @@ def summary(model: nn.Module, checkpoints: Checkpoints) -> list[str]:
 
 def _model_lines(model: nn.Module) -> list[str]:
     children = dict(model.named_children())
-    parts = {name: _sizes(weights) for name, weights in parts_of(model).items()}
+    parts = {name: _count_parameters(weights) for name, weights in parts_of(model).items()}
     total, trained = (sum(sizes[at] for sizes in parts.values()) for at in (0, 1))
     lines = [f"{type(model).__name__}: {total:,} parameters, {trained:,} trainable"]
     rows = [
@@ -44,7 +44,7 @@ def _model_lines(model: nn.Module) -> list[str]:
     return lines
 
 
-def _sizes(weights: Sequence[nn.Parameter]) -> tuple[int, int]:
+def _count_parameters(weights: Sequence[nn.Parameter]) -> tuple[int, int]:
     made = [weight for weight in weights if not is_lazy(weight)]
     trained = [weight.numel() for weight in made if weight.requires_grad]
     return sum(weight.numel() for weight in made), sum(trained)
@@ -57,7 +57,7 @@ def _saves_line(checkpoints: Checkpoints) -> str:
     when = "at the end" if every is None else f"{_when(every)}, and at the end"
     kept = "all are kept" if keep is None else f"kept: {keep}"
     others = "".join(f"; saver {saver.name}" for saver in checkpoints.savers)
-    return f"saves: to {_place(checkpoints.root)} {when}; {kept}{others}"
+    return f"saves: to {_describe_root(checkpoints.root)} {when}; {kept}{others}"
 
 
 def _when(every: Any) -> str:
@@ -68,9 +68,9 @@ def _when(every: Any) -> str:
     return str(every)
 
 
-def _place(root: Any) -> str:
+def _describe_root(root: Any) -> str:
     if isinstance(root, Tiered):
-        return f"{_place(root.local)}, then {_place(root.remote)}"
+        return f"{_describe_root(root.local)}, then {_describe_root(root.remote)}"
     if isinstance(root, str | os.PathLike):
         return os.fspath(root)
     return str(getattr(root, "url", root))
@@ -84,7 +84,7 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def size(nbytes: float) -> str:
+def format_nbytes(nbytes: float) -> str:
     """Format a number of bytes for people."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if nbytes >= 1024**power:

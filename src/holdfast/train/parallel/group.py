@@ -53,7 +53,7 @@ class Group:
         """Return the element-wise maximum over all ranks."""
         return self._reduced(numbers, dist.ReduceOp.MAX)
 
-    def gather(self, value: T) -> list[T]:
+    def gather_values(self, value: T) -> list[T]:
         """Return the values of all ranks, in their order; any that pickle can copy."""
         if self.is_alone:
             return [value]
@@ -73,15 +73,15 @@ class Group:
                 found = work()
             except Exception as raised:  # noqa: BLE001 - raised when the other ranks know
                 error = raised
-        failure = None if error is None else RankFailure.of(error, phase=what)
-        result, failure = self.gather((found, failure))[LEADER]
+        failure = None if error is None else RankFailure.from_error(error, phase=what)
+        result, failure = self.gather_values((found, failure))[LEADER]
         if error is not None:
             raise error
         if failure is not None:
             raise RanksFailed("work of the leader", {LEADER: failure})
         return result  # type: ignore[return-value]  # the leader's, which has not failed
 
-    def add(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over all ranks, in place, on a device that the ranks can exchange."""
         if not self.is_alone:
             dist.all_reduce(tensor)
@@ -136,7 +136,7 @@ def join_group(device: torch.device | None, *, also_alone: bool) -> Group:
             open_group(backend, timeout_s=OPEN_TIMEOUT_S)
         else:
             open_group(backend, timeout_s=OPEN_TIMEOUT_S, store=HashStore(), rank=0, world_size=1)
-        atexit.register(_close, os.getpid())
+        atexit.register(_destroy_group, os.getpid())
         ranks = present_ranks()
     return Group(ranks, _exchange_device(ranks))
 
@@ -148,7 +148,7 @@ def _exchange_device(ranks: Ranks) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _close(pid: int) -> None:
+def _destroy_group(pid: int) -> None:
     # After an error other ranks may be gone, and NCCL would wait for them.
     if os.getpid() == pid and has_group() and getattr(sys, "last_value", None) is None:
         dist.destroy_process_group()

@@ -9,12 +9,12 @@ from typing import Literal, TypeAlias
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
-@checked()
+@check_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDP:
     """Strategy: each rank holds the whole model, and gradients are averaged.
@@ -33,7 +33,7 @@ class DDP:
     sum has one order only, and with `find_unused_parameters`, where torch never reorders."""
 
 
-@checked(but=("mesh",))
+@check_arguments(but=("mesh",))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDP2:
     """Strategy: parameters, gradients and optimizer slots are sharded over the ranks.

@@ -42,14 +42,14 @@ class Parallel:
     def prepare(self, model: nn.Module) -> None:
         """Prepare a module in place, before its optimizer is made."""
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap_model(self, model: nn.Module) -> nn.Module:
         """Return what the loss function calls in place of the module."""
         return model
 
-    def begin_step(self, model: nn.Module) -> None:
+    def prepare_step(self, model: nn.Module) -> None:
         """Prepare for the batches of one step."""
 
-    def batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+    def enter_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         """Return the context of a batch's forward and backward pass.
 
         Gradients are exchanged only in that of the last batch of a step."""
@@ -61,7 +61,7 @@ class Parallel:
     def reshard(self, model: nn.Module) -> None:
         """Free parameters that were gathered by forward passes without a backward pass."""
 
-    def resumed(self) -> None:
+    def warn_of_inexact_resume(self) -> None:
         """Say what a run that goes on cannot do exactly as an undisturbed one."""
 
     def share_buffers(self, model: nn.Module) -> None:
@@ -82,7 +82,7 @@ class Replicated(Parallel):
         """Their gradients before the last batch of a step."""
         self._is_last = True
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap_model(self, model: nn.Module) -> nn.Module:
         """Wrap the module; the parameters of the leader are copied to all ranks."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError('strategy="ddp": no parameter of the model requires a gradient')
@@ -111,7 +111,7 @@ class Replicated(Parallel):
         rebuilds = not self._strategy.find_unused_parameters
         return rebuilds and self.group.world_size >= _NUM_INEXACT
 
-    def resumed(self) -> None:
+    def warn_of_inexact_resume(self) -> None:
         if self._is_inexact and self._strategy.rebuild_buckets and self.group.is_leader:
             logger.warning(
                 "DDP(rebuild_buckets=True): the resume is not exact. In the first step after a "
@@ -121,7 +121,7 @@ class Replicated(Parallel):
                 self.group.world_size,
             )
 
-    def batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+    def enter_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         assert self._wrapped is not None, "the model is wrapped before it is trained"
         self._is_last = is_last
         self._before = [_gradient(weight) for _, weight in self._exchanged] if is_last else []
@@ -210,7 +210,7 @@ class Sharded(Parallel):
         if not self._roots:  # the average of the weights needs no gradients
             self._roots.append(model)
 
-    def begin_step(self, model: nn.Module) -> None:
+    def prepare_step(self, model: nn.Module) -> None:
         """Copy the leader's buffers, as DDP does, so that no rank has a state of its own."""
         self.share_buffers(model)
 
@@ -219,7 +219,7 @@ class Sharded(Parallel):
         if self._strategy is not None:
             self.group.copy_from_leader(_stored_buffers(model))
 
-    def batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+    def enter_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
         if is_last != self._is_syncing:
             self._is_syncing = is_last
             for root in self._roots:
@@ -292,7 +292,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if part is None else part()
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_dtensor(tensor: Tensor) -> Tensor:
     """Return the value of a DTensor, which all ranks compute together; any other as it is."""
     full = getattr(tensor, "full_tensor", None)
     return tensor if full is None else full()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import Self
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
 from holdfast.train.training import Counters
@@ -131,7 +131,7 @@ class Curve:
         """Return a curve that goes on with `other`, from the rate at which this one ends."""
         if not isinstance(other, Curve):
             raise UsageError(f"then({other!r}): give another curve, such as cosine()")
-        return Curve(_checked((*self.parts, *other.parts)))
+        return Curve(_check_segments((*self.parts, *other.parts)))
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> CurveScheduler:
         """Make the scheduler that sets the rates of an optimizer by this curve."""
@@ -141,7 +141,7 @@ class Curve:
         return "; ".join(map(str, self.parts))
 
 
-@checked(but=("length",))
+@check_arguments(but=("length",))
 def warmup(length: str | Time, *, start: float = 0.0) -> Curve:
     """Raise the rate linearly from `start` times the optimizer's rate to all of it.
 
@@ -151,10 +151,10 @@ def warmup(length: str | Time, *, start: float = 0.0) -> Curve:
         length: such as "500step", "1ep", "1e9tok", or a part of the run ("0.05dur").
         start: factor at the first step.
     """
-    return _curve(CurveSegment(start=start, end=1.0, length=_length(length)))
+    return _curve(CurveSegment(start=start, end=1.0, length=_parse_length(length)))
 
 
-@checked(but=("length",))
+@check_arguments(but=("length",))
 def cosine(length: str | Time | None = None, *, end: float = 0.0) -> Curve:
     """Lower the rate by half a cosine to `end` times the optimizer's rate.
 
@@ -162,10 +162,10 @@ def cosine(length: str | Time | None = None, *, end: float = 0.0) -> Curve:
         length: as for `warmup`; None: up to the goal.
         end: factor at the end.
     """
-    return _curve(CurveSegment(end=end, length=_length(length), form="cosine"))
+    return _curve(CurveSegment(end=end, length=_parse_length(length), form="cosine"))
 
 
-@checked(but=("length",))
+@check_arguments(but=("length",))
 def linear(length: str | Time | None = None, *, end: float = 0.0) -> Curve:
     """Change the rate linearly to `end` times the optimizer's rate.
 
@@ -173,10 +173,10 @@ def linear(length: str | Time | None = None, *, end: float = 0.0) -> Curve:
         length: as for `warmup`; None: up to the goal.
         end: factor at the end.
     """
-    return _curve(CurveSegment(end=end, length=_length(length)))
+    return _curve(CurveSegment(end=end, length=_parse_length(length)))
 
 
-@checked(but=("warmup", "decay"))
+@check_arguments(but=("warmup", "decay"))
 def wsd(
     *,
     warmup: str | Time = "0.05dur",
@@ -194,13 +194,13 @@ def wsd(
         form: how the rate is lowered.
     """
     return _curve(
-        CurveSegment(start=0.0, end=1.0, length=_length(warmup, "warmup")),
+        CurveSegment(start=0.0, end=1.0, length=_parse_length(warmup, "warmup")),
         CurveSegment(end=1.0),
-        CurveSegment(end=end, length=_length(decay, "decay"), form=form),
+        CurveSegment(end=end, length=_parse_length(decay, "decay"), form=form),
     )
 
 
-@checked(but=("length",))
+@check_arguments(but=("length",))
 def one_cycle(
     length: str | Time | None = None,
     *,
@@ -221,7 +221,7 @@ def one_cycle(
     """
     if not 0 < rise < 1:
         raise UsageError(f"one_cycle: rise={rise!r}: must be between 0 and 1")
-    whole = Time(1, Unit.DURATION) if length is None else _length(length)
+    whole = Time(1, Unit.DURATION) if length is None else _parse_length(length)
     assert whole is not None
     rest = None if length is None else whole
     return _curve(
@@ -231,10 +231,10 @@ def one_cycle(
 
 
 def _curve(*parts: CurveSegment) -> Curve:
-    return Curve(_checked(parts))
+    return Curve(_check_segments(parts))
 
 
-def _checked(parts: tuple[CurveSegment, ...]) -> tuple[CurveSegment, ...]:
+def _check_segments(parts: tuple[CurveSegment, ...]) -> tuple[CurveSegment, ...]:
     for part in parts:
         for name in ("start", "end"):
             value = getattr(part, name)
@@ -248,7 +248,7 @@ def _checked(parts: tuple[CurveSegment, ...]) -> tuple[CurveSegment, ...]:
     return parts
 
 
-def _length(given: str | Time | None, what: str = "length") -> Time | None:
+def _parse_length(given: str | Time | None, what: str = "length") -> Time | None:
     return None if given is None else parse(given, what=what, units=_UNITS, parts=True)
 
 
@@ -322,7 +322,7 @@ class CurveScheduler(LRScheduler):
             logger.warning(
                 "%s: %s, which is used from now on: at step %d the learning rate goes on with %s, "
                 "not with %s",
-                *(name, what, counters.step, _shown(rates), _shown(before)),
+                *(name, what, counters.step, _format_rates(rates), _format_rates(before)),
             )
         self._stored = None
 
@@ -397,5 +397,5 @@ def _copied(rate: Any) -> Any:
     return rate.detach().clone() if isinstance(rate, Tensor) else rate
 
 
-def _shown(rates: Sequence[float | Tensor]) -> str:
+def _format_rates(rates: Sequence[float | Tensor]) -> str:
     return ", ".join(f"{float(rate):.6g}" for rate in dict.fromkeys(rates))

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Mode, Timestamp
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
@@ -37,7 +37,7 @@ logger = logging.getLogger("holdfast")
 _VALIDATION = "val/"
 
 
-@checked(but=("every",))
+@check_arguments(but=("every",))
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """A scheduler, and when it steps.
@@ -154,16 +154,16 @@ class Schedules:
         return {name: item.scheduler for name, item in self._made.items()}
 
     @property
-    def plain(self) -> tuple[Any, ...]:
+    def plain_schedulers(self) -> tuple[Any, ...]:
         """Schedulers that step within each step of training."""
         return tuple(item.scheduler for item in self._made.values() if item.is_plain)
 
     @property
-    def watch(self) -> bool:
+    def steps_after_validation(self) -> bool:
         """Whether any scheduler steps after validations."""
         return bool(self._late)
 
-    def check(self, units: Collection[Unit], *, validates: bool) -> None:
+    def check_steppable(self, units: Collection[Unit], *, validates: bool) -> None:
         """Check that each scheduler can step; the Trainer counts steps, epochs and `units`."""
         if self._late and not validates:
             raise UsageError(
@@ -175,7 +175,7 @@ class Schedules:
             for unit in curve.units:
                 check_counted(unit, name, units)
 
-    def resolve(self, goal: Time, epoch: EpochLength) -> None:
+    def compute_lengths(self, goal: Time, epoch: EpochLength) -> None:
         """Compute all lengths and intervals for a goal; warn of a unit that is probably wrong."""
         for curve in self._curves.values():
             curve.resolve(goal, epoch)
@@ -186,7 +186,7 @@ class Schedules:
             if item.every == "step":
                 _warn_if_in_epochs(name, item.scheduler, goal, epoch)
 
-    def begin(self, counters: Counters) -> None:
+    def apply_counters(self, counters: Counters) -> None:
         """Set the schedulers to the counters of the run; called after a load."""
         self._before = counters.timestamp
         for name, curve in self._curves.items():
@@ -200,9 +200,9 @@ class Schedules:
         self._before = now
         for name, item in self._counted.items():
             unit, size = self._intervals[name]
-            passed = [(unit.of(stamp) or 0) // size for stamp in (before, now)]
+            passed = [(unit.read_progress(stamp) or 0) // size for stamp in (before, now)]
             for _ in range(int(passed[1] - passed[0])):
-                self._step(name, item, metrics)
+                self._step_scheduler(name, item, metrics)
         for curve in self._curves.values():
             self._tell_around(curve, partial(curve.step, counters))
 
@@ -224,9 +224,9 @@ class Schedules:
         for name, item in self._late.items():
             owner = None if item.metric is None else owner_of(item.metric)
             if owner is None or owner in regular:
-                self._step(name, item, metrics)
+                self._step_scheduler(name, item, metrics)
 
-    def _step(self, name: str, item: Schedule, metrics: Metrics) -> None:
+    def _step_scheduler(self, name: str, item: Schedule, metrics: Metrics) -> None:
         if item.metric is None:
             self._tell_around(item.scheduler, item.scheduler.step)
             return
@@ -242,12 +242,12 @@ class Schedules:
             logger.warning("%s: no %r this time, so it does not step", name, item.metric)
 
     def _tell_around(self, scheduler: Any, step: Callable[[], Any]) -> None:
-        self._callbacks.tell(Callback.before_scheduler_step, scheduler)
+        self._callbacks.call_hook(Callback.before_scheduler_step, scheduler)
         with warnings.catch_warnings():
             # An update that was skipped is a step, too.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
             step()
-        self._callbacks.tell(Callback.after_scheduler_step, scheduler)
+        self._callbacks.call_hook(Callback.after_scheduler_step, scheduler)
 
 
 def _warn_if_in_epochs(name: str, scheduler: Any, goal: Time, epoch: EpochLength) -> None:

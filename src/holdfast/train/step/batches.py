@@ -35,7 +35,7 @@ class Batches:
         self._num_used, self._held = 0, [0, 0]
         """Batches that windows got, and those that a wrapper held after an epoch's first windows"""
 
-    def begin(self) -> None:
+    def start_iterating(self) -> None:
         """Begin an iteration of the rest of the current epoch, or of the next one."""
         if self._loader is not None:
             self._num_used, self._held = self._loader.batches_taken.num_taken, []
@@ -43,7 +43,7 @@ class Batches:
             # Starting an iteration of torch's own loaders draws from the global generator.
             self._rest = iter(self._data)
 
-    def drop(self) -> None:
+    def drop_iteration(self) -> None:
         """Drop the iteration and its data workers, which may take long to end."""
         self._rest = iter(())
 
@@ -59,10 +59,10 @@ class Batches:
             if getattr(self._data, "own_samples", None) != 0:
                 self.own.append(batch)
         if self._loader is not None and len(self._held) < 2:
-            self._watch(self._loader.batches_taken, len(taken))
+            self._warn_if_held(self._loader.batches_taken, len(taken))
         return taken
 
-    def _watch(self, taking: TakenBatches, num_taken: int) -> None:
+    def _warn_if_held(self, taking: TakenBatches, num_taken: int) -> None:
         """Log a warning if a wrapper holds batches after the first two windows of an iteration.
 
         Later ones could lack batches that the wrapper has dropped.
@@ -91,8 +91,8 @@ class Batches:
         kept = Boundary(data=self._data, components={})
         if next(self._rest, _END) is _END:
             return True
-        kept.put_back()
-        self.begin()
+        kept.restore_snapshot()
+        self.start_iterating()
         self._is_trusted = False
         logger.warning(
             "data: after %d batches there was no end of the epoch, though %s says so. What is "

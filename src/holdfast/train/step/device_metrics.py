@@ -46,7 +46,7 @@ class LazyMetrics(Mapping[str, float]):
 
 
 class Numbers:
-    """Converts metrics to numbers, as `number` does, and drops those that are not numbers.
+    """Converts metrics to numbers, as `convert_metric` does, and drops those that are not numbers.
 
     A bad metric must not end the training, so a warning is logged, once for each name.
     """
@@ -59,7 +59,7 @@ class Numbers:
         found: dict[str, Tensor | float] = {}
         for name, value in values.items():
             try:
-                found[name] = number(name, value)
+                found[name] = convert_metric(name, value)
             except UsageError as error:
                 if name not in self._left_out:
                     self._left_out.add(name)
@@ -89,7 +89,7 @@ class Mean:
         self.kinds: dict[str, Reduction] = {}
         """Reductions of the metrics that are not means."""
 
-    def add(
+    def add_batch(
         self,
         values: Mapping[str, Tensor | float],
         weight: Tensor | float,
@@ -101,16 +101,16 @@ class Mean:
 
         Without `is_own` another rank counts the batch: here it adds only the names.
         """
-        self._agree(values, kinds or {})
+        self._set_kinds(values, kinds or {})
         weight = weight if is_own else 0.0
         for name, value in values.items():
             kind = self.kinds.get(name, "mean")
             if kind == "mean":
-                self._add(name, value if _is_one(weight) else value * weight, weight)
+                self._add_term(name, value if _is_one(weight) else value * weight, weight)
             elif is_own:
-                self._add(name, _TERMS[kind](value), 1.0)
+                self._add_term(name, _TERMS[kind](value), 1.0)
             else:
-                self._add(name, -math.inf if kind in _EXTREMES else 0.0, 0.0)
+                self._add_term(name, -math.inf if kind in _EXTREMES else 0.0, 0.0)
 
     @property
     def totals(self) -> dict[str, tuple[Tensor | float, Tensor | float]]:
@@ -123,11 +123,11 @@ class Mean:
         kinds: Mapping[str, Reduction],
     ) -> None:
         """Add the totals of another mean, with its reductions."""
-        self._agree(totals, kinds)
+        self._set_kinds(totals, kinds)
         for name, (total, weight) in totals.items():
-            self._add(name, total, weight)
+            self._add_term(name, total, weight)
 
-    def result(self) -> dict[str, Tensor | float]:
+    def compute_means(self) -> dict[str, Tensor | float]:
         """Return the means, each over the batches that had the metric, and other reductions.
 
         Where all weights are zero the mean is zero, as is the gradient.
@@ -137,7 +137,7 @@ class Mean:
             for name, total in self._sums.items()
         }
 
-    def _agree(self, names: Iterable[str], kinds: Mapping[str, Reduction]) -> None:
+    def _set_kinds(self, names: Iterable[str], kinds: Mapping[str, Reduction]) -> None:
         for name in names:
             kind, known = kinds.get(name, "mean"), self.kinds.get(name, "mean")
             if name in self._sums and kind != known:
@@ -145,7 +145,7 @@ class Mean:
             if kind != "mean":
                 self.kinds[name] = kind
 
-    def _add(self, name: str, term: Tensor | float, weight: Tensor | float) -> None:
+    def _add_term(self, name: str, term: Tensor | float, weight: Tensor | float) -> None:
         known = self._sums.get(name)
         if known is None:
             self._sums[name] = term
@@ -208,7 +208,7 @@ class RankMeans:
     def __call__(self, mean: Mean) -> dict[str, Tensor | float]:
         """Return the reduced metrics; every rank calls this at the same step."""
         if self._group.is_alone:
-            return mean.result()
+            return mean.compute_means()
         totals = mean.totals
         if self._kinds is None:
             self._kinds = self._agreed(mean)
@@ -230,7 +230,7 @@ class RankMeans:
         cells = [*(x for pair in pairs for x in pair), *places]
         device = next((x.device for x in cells if isinstance(x, Tensor)), torch.device("cpu"))
         values = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in cells]
-        found = self._group.add(torch.stack(values))
+        found = self._group.sum_over_ranks(torch.stack(values))
         added = found[: 2 * len(sums)].view(-1, 2)
         means = added[:, 0] / _divisor(added[:, 1])
         compared = found[2 * len(sums) :].view(len(extremes), self._group.world_size).amax(dim=1)
@@ -242,12 +242,12 @@ class RankMeans:
             else reduced_of(self._kinds[name], total, 1.0)
             for name, total in zip([*sums, *extremes], known, strict=True)
         }
-        return {name: of_all.get(name, own) for name, own in mean.result().items()}
+        return {name: of_all.get(name, own) for name, own in mean.compute_means().items()}
 
     def _agreed(self, mean: Mean) -> dict[str, Reduction]:
         """Return the reductions of the metrics of all ranks, by sorted names."""
         all_ranks = Mean()
-        for names, kinds in self._group.gather(([*mean.totals], mean.kinds)):
+        for names, kinds in self._group.gather_values(([*mean.totals], mean.kinds)):
             all_ranks.add_totals(dict.fromkeys(names, (0.0, 0.0)), kinds)
         return {name: all_ranks.kinds.get(name, "mean") for name in sorted(all_ranks.totals)}
 
@@ -268,7 +268,7 @@ def mean_of_ranks(group: Group, mean: Mean) -> Mean:
         return mean
     read = {name: (float(total), float(weight)) for name, (total, weight) in mean.totals.items()}
     joined = Mean()
-    for totals, kinds in group.gather((read, mean.kinds)):
+    for totals, kinds in group.gather_values((read, mean.kinds)):
         joined.add_totals(totals, kinds)
     return joined
 
@@ -278,7 +278,7 @@ def is_at_hand(value: Tensor) -> bool:
     return value.is_cpu
 
 
-def number(name: str, value: Any) -> Tensor | float:
+def convert_metric(name: str, value: Any) -> Tensor | float:
     """Convert a metric to a float, or to a copied scalar (double if possible) on its device.
 
     Raises:

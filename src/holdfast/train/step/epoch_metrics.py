@@ -20,7 +20,7 @@ from holdfast.arguments import shown
 from holdfast.errors import UsageError
 from holdfast.train.outputs import Image, StepOutput, picture
 from holdfast.train.parallel.group import Group
-from holdfast.train.step.device_metrics import number
+from holdfast.train.step.device_metrics import convert_metric
 
 logger = logging.getLogger("holdfast")
 
@@ -74,8 +74,8 @@ class Perplexity:
 
     def update(self, loss: Tensor, tokens: Tensor | float) -> None:
         """Add the mean loss over some tokens."""
-        count = number("tokens", tokens)
-        self._total = self._total + number("loss", loss) * count
+        count = convert_metric("tokens", tokens)
+        self._total = self._total + convert_metric("loss", loss) * count
         self._count = self._count + count
 
     def compute(self) -> Tensor:
@@ -116,12 +116,12 @@ class Perplexity:
 class _Score(Protocol):
     """Interface to a metric of any kind: an object, one of torchmetrics, or a function."""
 
-    def update(self, values: Any) -> None: ...
-    def compute(self) -> Any: ...
-    def reset(self) -> None: ...
-    def state(self) -> Any: ...
-    def load(self, state: Any) -> None: ...
-    def undo(self) -> Callable[[], None]: ...
+    def add_values(self, values: Any) -> None: ...
+    def compute_metric(self) -> Any: ...
+    def reset_metric(self) -> None: ...
+    def export_state(self) -> Any: ...
+    def restore_state(self, state: Any) -> None: ...
+    def make_undo(self) -> Callable[[], None]: ...
 
 
 class Scores:
@@ -140,7 +140,7 @@ class Scores:
         self.objects: list[Any] = []
         """The metrics, as they were given."""
         for name, given in metrics.items():
-            self._add(name, given, is_saved)
+            self._add_metric(name, given, is_saved)
         self._count = 0
         """Batches since the last reset."""
         self._gathered: list[Any] | None = None
@@ -149,26 +149,27 @@ class Scores:
         return bool(self._scores)
 
     @property
-    def names(self) -> list[str]:
+    def metric_names(self) -> list[str]:
         """Names of the metrics; a result that is a mapping has longer ones."""
         return [*self._scores]
 
     @torch.no_grad()
-    def update(self, batch: Any, output: StepOutput) -> None:
+    def add_batch(self, batch: Any, output: StepOutput) -> None:
         """Add a batch to all metrics."""
         self._count += 1
         self._gathered = None
         for name, score in self._scores.items():
             values = _detached(self._inputs[name](batch, output))
             try:
-                score.update(values)
+                score.add_values(values)
             except TypeError as error:
                 raise UsageError(
                     f"{self._what}: metric {name!r} does not accept its inputs "
-                    f"({_described(values)}): {error}. Measured(metric, inputs=…) gives it others"
+                    f"({_describe_values(values)}): {error}. "
+                    "Measured(metric, inputs=…) gives it others"
                 ) from error
 
-    def compute(self) -> tuple[dict[str, Any], dict[str, Image]]:
+    def compute_metrics(self) -> tuple[dict[str, Any], dict[str, Image]]:
         """Return numbers and pictures by name, over all ranks, which call this together."""
         numbers: dict[str, Any] = {}
         pictures: dict[str, Image] = {}
@@ -176,23 +177,23 @@ class Scores:
             return numbers, pictures
         for name, score in self._scores.items():
             with torch.no_grad():
-                found = score.compute()
-            for full, value in _flat(name, found):
+                found = score.compute_metric()
+            for full, value in _flatten_result(name, found):
                 if isinstance(value, Image):
                     pictures[full] = value
                 else:
                     numbers[full] = value
         return numbers, pictures
 
-    def reset(self) -> None:
+    def reset_metrics(self) -> None:
         """Begin anew."""
         self._count, self._gathered = 0, None
         for score in self._scores.values():
-            score.reset()
+            score.reset_metric()
 
-    def undo(self) -> Callable[[], None]:
+    def capture_undo(self) -> Callable[[], None]:
         """Return a function that makes all as it is now; it keeps no copy of outputs."""
-        count, undos = self._count, [score.undo() for score in self._scores.values()]
+        count, undos = self._count, [score.make_undo() for score in self._scores.values()]
 
         def put_back() -> None:
             self._count, self._gathered = count, None
@@ -201,14 +202,14 @@ class Scores:
 
         return put_back
 
-    def share(self) -> None:
+    def gather_states(self) -> None:
         """Gather the states of all ranks for a save, on all ranks together."""
         if not self._group.is_alone:
-            self._gathered = self._group.gather(_on_host(self._state()))
+            self._gathered = self._group.gather_values(_on_host(self._collect_states()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks to save."""
-        ranks = [self._state()] if self._gathered is None else self._gathered
+        ranks = [self._collect_states()] if self._gathered is None else self._gathered
         return {"ranks": ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -220,9 +221,11 @@ class Scores:
         ranks = state.get("ranks")
         if not isinstance(ranks, list) or not ranks:
             raise UsageError("not the state of a Trainer's metrics")
-        self.reset()
+        self.reset_metrics()
         if len(ranks) != self._group.world_size:
-            self._warn([*self._scores], f"they are those of {len(ranks)} ranks", ranks[0])
+            self._warn_of_restart(
+                [*self._scores], f"they are those of {len(ranks)} ranks", ranks[0]
+            )
             return
         own = ranks[self._group.rank]
         lacking, wrong = [], []
@@ -231,25 +234,25 @@ class Scores:
                 lacking.append(name)
                 continue
             try:
-                score.load(own["metrics"][name])
+                score.restore_state(own["metrics"][name])
             except (UsageError, KeyError, TypeError, ValueError, RuntimeError) as error:
-                score.reset()
+                score.reset_metric()
                 wrong.append(f"{name} ({error})")
         self._count = own["count"]
-        self._warn(lacking, "the checkpoint lacks them", own)
-        self._warn(wrong, "what the checkpoint has does not fit", own)
+        self._warn_of_restart(lacking, "the checkpoint lacks them", own)
+        self._warn_of_restart(wrong, "what the checkpoint has does not fit", own)
 
-    def _warn(self, names: Sequence[str], why: str, own: Mapping[str, Any]) -> None:
+    def _warn_of_restart(self, names: Sequence[str], why: str, own: Mapping[str, Any]) -> None:
         if names and own["count"]:
             logger.warning(
                 "metrics %s begin anew in the middle of the epoch: %s", ", ".join(names), why
             )
 
-    def _state(self) -> dict[str, Any]:
-        states = {name: score.state() for name, score in self._scores.items()}
+    def _collect_states(self) -> dict[str, Any]:
+        states = {name: score.export_state() for name, score in self._scores.items()}
         return {"count": self._count, "metrics": states}
 
-    def _add(self, name: Any, given: Any, is_saved: bool) -> None:
+    def _add_metric(self, name: Any, given: Any, is_saved: bool) -> None:
         if not isinstance(name, str) or not name or name in ("loss", "grad_norm"):
             raise UsageError(f"{self._what}: {name!r} cannot be the name of a metric")
         where = f"{self._what}: metric {name!r}"
@@ -342,20 +345,20 @@ class _Syncing:
         self._metric = metric
         self._device: torch.device | None = None
 
-    def update(self, values: Any) -> None:
-        device = next((item.device for item in _tensors(values)), None)
+    def add_values(self, values: Any) -> None:
+        device = next((item.device for item in _iterate_nested(values)), None)
         if device is not None and device != self._device:
             self._metric.to(device)
             self._device = device
-        _call(self._metric.update, values)
+        _call_with_values(self._metric.update, values)
 
-    def compute(self) -> Any:
+    def compute_metric(self) -> Any:
         return self._metric.compute()
 
-    def reset(self) -> None:
+    def reset_metric(self) -> None:
         self._metric.reset()
 
-    def state(self) -> Any:
+    def export_state(self) -> Any:
         """Return all states, which torchmetrics leaves out of its state dict by default."""
         inner = [
             {"path": path, "count": module.update_count, "values": _cloned(module.metric_state)}
@@ -363,7 +366,7 @@ class _Syncing:
         ]
         return {"kept": _cloned(dict(self._metric.state_dict())), "states": inner}
 
-    def load(self, state: Any) -> None:
+    def restore_state(self, state: Any) -> None:
         inner = _syncing(self._metric)
         found = [(item["path"], {*item["values"]}) for item in state["states"]]
         if found != [(path, {*module.metric_state}) for path, module in inner]:
@@ -376,8 +379,8 @@ class _Syncing:
             module._computed = None
         self._device = None
 
-    def undo(self) -> Callable[[], None]:
-        return partial(self.load, self.state())
+    def make_undo(self) -> Callable[[], None]:
+        return partial(self.restore_state, self.export_state())
 
 
 class _Merging:
@@ -387,28 +390,28 @@ class _Merging:
         self._metric = metric
         self._group = group
 
-    def update(self, values: Any) -> None:
-        _call(self._metric.update, values)
+    def add_values(self, values: Any) -> None:
+        _call_with_values(self._metric.update, values)
 
-    def compute(self) -> Any:
+    def compute_metric(self) -> Any:
         if self._group.is_alone:
             return self._metric.compute()
-        first, *others = self._group.gather(self._metric)
+        first, *others = self._group.gather_values(self._metric)
         first.merge_state(others)
         return first.compute()
 
-    def reset(self) -> None:
+    def reset_metric(self) -> None:
         self._metric.reset()
 
-    def state(self) -> Any:
+    def export_state(self) -> Any:
         get = getattr(self._metric, "state_dict", None)
         return None if get is None else _cloned(get())
 
-    def load(self, state: Any) -> None:
+    def restore_state(self, state: Any) -> None:
         self._metric.load_state_dict(_cloned(state))
 
-    def undo(self) -> Callable[[], None]:
-        return partial(self.load, self.state())
+    def make_undo(self) -> Callable[[], None]:
+        return partial(self.restore_state, self.export_state())
 
 
 class _Function:
@@ -420,14 +423,14 @@ class _Function:
         self._parts: dict[str, list[Tensor]] = {}
         self._has_names = False
 
-    def update(self, values: Any) -> None:
+    def add_values(self, values: Any) -> None:
         self._has_names = isinstance(values, Mapping)
-        named = values if self._has_names else _numbered(values)
+        named = values if self._has_names else _name_by_position(values)
         wrong = [str(name) for name, value in named.items() if not isinstance(value, Tensor)]
         if wrong or not all(isinstance(name, str) for name in named):
             raise UsageError(
-                f"a metric that is a function needs tensors, and got {_described(values)}: give "
-                "Measured(function, inputs=…)"
+                f"a metric that is a function needs tensors, and got {_describe_values(values)}: "
+                "give Measured(function, inputs=…)"
             )
         if self._parts and self._parts.keys() != named.keys():
             raise UsageError(f"a metric got {[*named]}, and {[*self._parts]} before")
@@ -438,31 +441,31 @@ class _Function:
                 parts[:] = [part.to(rows.device) for part in parts]
             parts.append(rows.clone())
 
-    def compute(self) -> Any:
+    def compute_metric(self) -> Any:
         own = {name: torch.cat(parts) for name, parts in self._parts.items()}
         if self._group.is_alone:
             joined = own
         else:
-            ranks = [found for found in self._group.gather(_on_host(own)) if found]
+            ranks = [found for found in self._group.gather_values(_on_host(own)) if found]
             names = ranks[0] if ranks else {}
             joined = {name: torch.cat([found[name] for found in ranks]) for name in names}
         if not joined:
             return {}
         return self._function(**joined) if self._has_names else self._function(*joined.values())
 
-    def reset(self) -> None:
+    def reset_metric(self) -> None:
         self._parts = {}
 
-    def state(self) -> Any:
+    def export_state(self) -> Any:
         # One tensor each, as the parts are never looked at by themselves.
         parts = {name: torch.cat(several) for name, several in self._parts.items()}
         return {"parts": parts, "has_names": self._has_names}
 
-    def load(self, state: Any) -> None:
+    def restore_state(self, state: Any) -> None:
         self._parts = {name: [_cloned(value)] for name, value in state["parts"].items()}
         self._has_names = state["has_names"]
 
-    def undo(self) -> Callable[[], None]:
+    def make_undo(self) -> Callable[[], None]:
         # Parts are only ever added.
         kept = [(name, parts, len(parts)) for name, parts in self._parts.items()]
         has_names = self._has_names
@@ -474,14 +477,14 @@ class _Function:
         return put_back
 
 
-def _call(function: Callable[..., Any], values: Any) -> None:
+def _call_with_values(function: Callable[..., Any], values: Any) -> None:
     if isinstance(values, Mapping):
         function(**values)
     else:
-        function(*_numbered(values).values())
+        function(*_name_by_position(values).values())
 
 
-def _numbered(values: Any) -> dict[str, Any]:
+def _name_by_position(values: Any) -> dict[str, Any]:
     several = values if isinstance(values, list | tuple) else (values,)
     return {str(at): value for at, value in enumerate(several)}
 
@@ -510,26 +513,26 @@ def _on_host(value: Any) -> Any:
     return _mapped(lambda tensor: tensor.detach().cpu(), value)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _iterate_nested(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item)
+            yield from _iterate_nested(item)
 
 
-def _described(values: Any) -> str:
+def _describe_values(values: Any) -> str:
     if isinstance(values, Mapping):
         return f"a mapping with {[*values][:10]}"
-    kinds = [type(item).__name__ for item in _numbered(values).values()]
+    kinds = [type(item).__name__ for item in _name_by_position(values).values()]
     return ", ".join(kinds[:10])
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten_result(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the numbers and pictures of a result by their names."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _flat(f"{name}/{key}", item)
+            yield from _flatten_result(f"{name}/{key}", item)
     elif not isinstance(value, Tensor | np.ndarray):
         yield name, value
     elif value.ndim == 1 and 1 < len(value) <= _MAX_ITEMS:

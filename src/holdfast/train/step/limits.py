@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError
 from holdfast.train.argument_checks import check_range
@@ -17,7 +17,7 @@ from holdfast.train.argument_checks import check_range
 _END = object()
 
 
-@checked(but=("train", "val"))
+@check_arguments(but=("train", "val"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """Limits of a trial run. Lightning's names for them are in brackets.
@@ -72,14 +72,14 @@ class Limits:
             return Overfit(data, self.overfit)
         if self.train is None:
             return data
-        return Limited(data, _batches("train", self.train, data))
+        return Limited(data, _count_batches("train", self.train, data))
 
     def of_validation(self, data: Any, size: int | None = None) -> Any:
         """Return validation loaders that give so many batches, or as many as these limits say."""
         if isinstance(data, Mapping):
             return {name: self.of_validation(loader, size) for name, loader in data.items()}
         limit = size or self.num_steps or self.val
-        return data if limit is None else Head(data, _batches("val", limit, data))
+        return data if limit is None else Head(data, _count_batches("val", limit, data))
 
 
 class Limited:
@@ -221,7 +221,7 @@ def _check_part(name: str, value: Any) -> None:
     check_range(f"limits: {name}", value, 1, 2**63)
 
 
-def _batches(name: str, value: int | float, loader: Any) -> int:
+def _count_batches(name: str, value: int | float, loader: Any) -> int:
     if isinstance(value, int):
         return value
     length = length_of(loader)

@@ -15,7 +15,7 @@ from holdfast.errors import UsageError
 from holdfast.train.outputs import StepOutput
 from holdfast.train.parallel.group import Group
 from holdfast.train.parallel.strategies import local
-from holdfast.train.step.device_metrics import number
+from holdfast.train.step.device_metrics import convert_metric
 
 
 class Weighing:
@@ -34,7 +34,7 @@ class Weighing:
         self._total: Tensor | float | None = None
         self._device = torch.device("cpu")
 
-    def begin(self) -> None:
+    def start_step(self) -> None:
         """Begin a step."""
         self._total = None
 
@@ -48,10 +48,10 @@ class Weighing:
             share: part of the step that the batch is, where there are no weights.
             num_batches: number of losses of the step.
         """
-        self._check(output.weight is not None)
+        self._check_weights_agree(output.weight is not None)
         if output.weight is None:
             return (output.loss if share == 1 else output.loss * share), None
-        weight = number("weight", output.weight)
+        weight = convert_metric("weight", output.weight)
         if self._total is None:
             self._device = output.loss.device
             self._reference = self._agreed_reference(weight, num_batches)
@@ -86,9 +86,9 @@ class Weighing:
             known = divisor.to(device, dtype) if isinstance(divisor, Tensor) else divisor
             torch._foreach_div_(several, known)
 
-    def _check(self, has_weight: bool) -> None:
+    def _check_weights_agree(self, has_weight: bool) -> None:
         if self._has_weights is None:
-            of_ranks = self._group.gather(has_weight)
+            of_ranks = self._group.gather_values(has_weight)
             self._has_weights = of_ranks[0]
             if len({*of_ranks}) > 1:
                 with_weights = [rank for rank, has in enumerate(of_ranks) if has]
@@ -113,5 +113,5 @@ class Weighing:
         if self._group.is_alone:
             return total
         summed = torch.as_tensor(total, dtype=torch.float64, device=self._device).reshape(1)
-        mean = self._group.add(summed.clone())[0] / self._group.world_size
+        mean = self._group.sum_over_ranks(summed.clone())[0] / self._group.world_size
         return float(mean) if mean.is_cpu else mean

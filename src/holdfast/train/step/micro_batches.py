@@ -53,11 +53,11 @@ class MicroBatches:
         self._size: int | None = given if isinstance(given, int) else None
 
     @property
-    def size(self) -> int | None:
+    def max_samples(self) -> int | None:
         """Largest number of samples in a piece; None: batches are not split."""
         return self._size
 
-    def pieces(self, window: Sequence[Any]) -> list[MicroBatch]:
+    def split_window(self, window: Sequence[Any]) -> list[MicroBatch]:
         """Return the pieces of a step's batches."""
         whole = 1 / len(window)
         if self._size is None:
@@ -71,7 +71,7 @@ class MicroBatches:
                     f"micro_batch={self._size}: this rank has {size} samples in a batch that "
                     f"another rank splits into {count}: give all ranks batches of one size"
                 )
-            for part, start, end in _parts(batch, size, count):
+            for part, start, end in _split_batch(batch, size, count):
                 part_of_batch = (end - start) / size
                 found.append(
                     MicroBatch(batch=part, share=whole * part_of_batch, weight=part_of_batch)
@@ -136,14 +136,14 @@ def num_samples(batch: Any) -> int:
     return size
 
 
-def _parts(batch: Any, size: int, count: int) -> Iterator[tuple[Any, int, int]]:
+def _split_batch(batch: Any, size: int, count: int) -> Iterator[tuple[Any, int, int]]:
     """Split a batch into parts of nearly equal size; yields each with its first and last sample."""
     if count == 1:
         yield batch, 0, size
         return
     edges = [size * at // count for at in range(count + 1)]
     for start, end in pairwise(edges):
-        yield _cut(batch, slice(start, end), size), start, end
+        yield _slice_batch(batch, slice(start, end), size), start, end
 
 
 def _sizes(batch: Any) -> Iterator[int]:
@@ -166,12 +166,12 @@ def _sizes(batch: Any) -> Iterator[int]:
 _SHARED = (str, bytes, bool, int, float, complex, np.generic, type(None))
 
 
-def _cut(batch: Any, part: slice, size: int) -> Any:
+def _slice_batch(batch: Any, part: slice, size: int) -> Any:
     """Return a part of each tensor, and of each list with one item for each sample."""
     if isinstance(batch, Tensor | np.ndarray):
         return batch[part] if batch.ndim else batch
     if isinstance(batch, Mapping):
-        cut = {key: _cut(value, part, size) for key, value in batch.items()}
+        cut = {key: _slice_batch(value, part, size) for key, value in batch.items()}
         if type(batch) is dict:
             return cut
         other: Any = copy.copy(batch)
@@ -179,9 +179,9 @@ def _cut(batch: Any, part: slice, size: int) -> Any:
             other[key] = value
         return other
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_cut(value, part, size) for value in batch))
+        return type(batch)(*(_slice_batch(value, part, size) for value in batch))
     if isinstance(batch, list | tuple):
         if len(batch) == size and all(isinstance(item, _SHARED) for item in batch):
             return batch[part]
-        return type(batch)(_cut(value, part, size) for value in batch)
+        return type(batch)(_slice_batch(value, part, size) for value in batch)
     return batch

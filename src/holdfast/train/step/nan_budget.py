@@ -45,7 +45,7 @@ class NanBudget:
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def keep_buffers(self) -> None:
         """Keep the buffers: a bad batch spoils statistics such as those of batch norm."""
         self._buffers = [
             (item, item.detach().clone()) for module in self._modules() for item in module.buffers()
@@ -57,7 +57,7 @@ class NanBudget:
 
         Waits for the device.
         """
-        checks = [local(value).isfinite().all() for value in _tensors(values)]
+        checks = [local(value).isfinite().all() for value in _convert_to_tensors(values)]
         # One read for each device, not for each tensor.
         devices = {check.device for check in checks}
         are_fine = all(
@@ -95,5 +95,5 @@ class NanBudget:
         self.num_skipped = state["num_skipped"]
 
 
-def _tensors(values: Iterable[Tensor | float]) -> list[Tensor]:
+def _convert_to_tensors(values: Iterable[Tensor | float]) -> list[Tensor]:
     return [item if isinstance(item, Tensor) else torch.tensor(item) for item in values]

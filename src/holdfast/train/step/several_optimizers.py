@@ -18,8 +18,8 @@ from typing_extensions import override
 from holdfast.errors import UsageError
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.outputs import StepOutput
-from holdfast.train.parallel.strategies import whole
-from holdfast.train.step.device_metrics import LazyMetrics, Mean, number
+from holdfast.train.parallel.strategies import gather_dtensor
+from holdfast.train.step.device_metrics import LazyMetrics, Mean, convert_metric
 from holdfast.train.step.step import Clip, LossFunction, Update, moved
 
 Closure = Callable[[], Any]
@@ -40,7 +40,7 @@ class SeveralUpdate(Update):
     accumulate: int
 
     @classmethod
-    def of(
+    def from_update(
         cls,
         parts: Update,
         *,
@@ -71,11 +71,11 @@ class SeveralUpdate(Update):
         """Train one step by the function; returns its metrics, and norms of clipped gradients."""
         for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)  # gradients that other code has left
-        self.numerics.begin_step()
+        self.numerics.reset_loss_scaler()
         control = Control(self)
         batches = [moved(batch, self.device) for batch in window]
         for batch in batches:
-            self.callbacks.tell(Callback.batch_start, batch)
+            self.callbacks.call_hook(Callback.batch_start, batch)
         mean = Mean()
         if self.update is None:
             self._train_on_losses(control, batches, mean)
@@ -85,8 +85,8 @@ class SeveralUpdate(Update):
             if not isinstance(found, Mapping):
                 raise UsageError(f"update gave {type(found).__name__}, not a mapping of metrics")
             values, kinds = self.numbers.reduced(found)
-            mean.add(values, 1.0, kinds)
-        control.end()
+            mean.add_batch(values, 1.0, kinds)
+        control.finish_step()
         self._step_schedulers(may_be_early=True)
         return LazyMetrics({**self.means(mean), **control.norms})
 
@@ -97,13 +97,13 @@ class SeveralUpdate(Update):
             with self.numerics.autocast():
                 outputs = losses_of(self.loss(self.called, batch), self.optimizers)
             joined = summed(outputs)
-            self.callbacks.tell(Callback.after_forward, batch, joined)
+            self.callbacks.call_hook(Callback.after_forward, batch, joined)
             for at, (name, output) in enumerate(outputs.items()):
                 is_last = at == len(outputs) - 1
                 control.backward(output.loss / len(batches), name, retain_graph=not is_last)
             values, kinds = self.numbers.reduced({"loss": joined.loss, **joined.metrics})
-            mean.add(values, 1.0, kinds)
-            self.callbacks.tell(Callback.batch_end, batch, joined)
+            mean.add_batch(values, 1.0, kinds)
+            self.callbacks.call_hook(Callback.batch_end, batch, joined)
         for name in self.optimizers:
             control.step(name)
 
@@ -135,10 +135,10 @@ class Control:
         self, loss: Tensor, name: str | None = None, *, retain_graph: bool = False
     ) -> None:
         """Add the gradients of a loss: of all parameters, or of those of one optimizer."""
-        tell, scaler = self._update.callbacks.tell, self._update.numerics.scaler
+        tell, scaler = self._update.callbacks.call_hook, self._update.numerics.scaler
         tell(Callback.before_backward, loss)
         scaled = loss if scaler is None else scaler.scale(loss)
-        inputs = None if name is None else _trained(self._named(name)[1])
+        inputs = None if name is None else _trained(self._find_optimizer(name)[1])
         with self._update.numerics.outside():
             torch.autograd.backward(scaled, inputs=inputs, retain_graph=retain_graph)
         tell(Callback.after_backward)
@@ -154,7 +154,7 @@ class Control:
             closure: for optimizers that compute the loss again.
         """
         update = self._update
-        name, optimizer = self._named(name)
+        name, optimizer = self._find_optimizer(name)
         clip = update.clips[name]
         if closure is None:
             self._expect_once(name)
@@ -162,29 +162,31 @@ class Control:
             norm = clip(optimizer)
             if norm is not None:
                 key = f"grad_norm/{name}" if name else "grad_norm"
-                self.norms[key] = number(key, whole(norm))
+                self.norms[key] = convert_metric(key, gather_dtensor(norm))
         elif update.numerics.scaler is not None or clip != Clip():
             raise UsageError("step: with a closure gradients are neither scaled (fp16) nor clipped")
-        update.callbacks.tell(Callback.before_optimizer_step)
+        update.callbacks.call_hook(Callback.before_optimizer_step)
         update.begin_update()
         with update.numerics.outside():
-            result = update.numerics.step(optimizer, closure)
+            result = update.numerics.step_optimizer(optimizer, closure)
         self._stepped.add(name)
-        update.callbacks.tell(Callback.after_optimizer_step)
-        update.callbacks.tell(Callback.before_zero_grad)
+        update.callbacks.call_hook(Callback.after_optimizer_step)
+        update.callbacks.call_hook(Callback.before_zero_grad)
         optimizer.zero_grad(set_to_none=True)
-        update.callbacks.tell(Callback.after_zero_grad)
+        update.callbacks.call_hook(Callback.after_zero_grad)
         return result
 
     def zero_grad(self, name: str | None = None) -> None:
         """Drop the gradients of one optimizer, or of all."""
-        for optimizer in self.optimizers.values() if name is None else [self._named(name)[1]]:
+        for optimizer in (
+            self.optimizers.values() if name is None else [self._find_optimizer(name)[1]]
+        ):
             optimizer.zero_grad(set_to_none=True)
 
     @contextmanager
     def toggle(self, name: str) -> Iterator[None]:
         """Let only the parameters of one optimizer require gradients, during the block."""
-        own = {id(item) for item in _trained(self._named(name)[1])}
+        own = {id(item) for item in _trained(self._find_optimizer(name)[1])}
         others = [
             item
             for optimizer in self.optimizers.values()
@@ -199,7 +201,7 @@ class Control:
             for item in others:
                 item.requires_grad_(True)
 
-    def end(self) -> None:
+    def finish_step(self) -> None:
         """End the step: update the loss scale."""
         if not self._stepped:
             raise UsageError(
@@ -215,7 +217,7 @@ class Control:
                 'one scale; use precision="bf16"'
             )
 
-    def _named(self, name: str | None) -> tuple[str, torch.optim.Optimizer]:
+    def _find_optimizer(self, name: str | None) -> tuple[str, torch.optim.Optimizer]:
         if name is None and len(self.optimizers) == 1:
             (name,) = self.optimizers
         if name is None or name not in self.optimizers:

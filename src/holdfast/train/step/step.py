@@ -14,13 +14,13 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from torch import Tensor, nn
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.callbacks.registry import Callbacks
 from holdfast.train.outputs import Image, StepOutput
-from holdfast.train.parallel.strategies import Parallel, whole
-from holdfast.train.step.device_metrics import LazyMetrics, Mean, Numbers, RankMeans, number
+from holdfast.train.parallel.strategies import Parallel, gather_dtensor
+from holdfast.train.step.device_metrics import LazyMetrics, Mean, Numbers, RankMeans, convert_metric
 from holdfast.train.step.epoch_metrics import Scores
 from holdfast.train.step.loss_weights import Weighing
 from holdfast.train.step.micro_batches import MicroBatch, MicroBatches, is_out_of_memory
@@ -32,7 +32,7 @@ _Outputs = list[tuple[Any, StepOutput]]
 """Batches with what the loss function gave for them."""
 
 
-@checked()
+@check_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
     """Gradient clipping by norm or by value; at most one of the two."""
@@ -96,12 +96,12 @@ class Update:
         Metrics besides `loss` are those of the loss function, and `grad_norm` (before clipping)
         when gradients are clipped by their norm.
         """
-        tell = self.callbacks.tell
+        tell = self.callbacks.call_hook
         if any(weight.grad is not None for weight in _parameters(self.optimizer)):
             self.optimizer.zero_grad(set_to_none=True)  # gradients that other code has left
         if self.nan is not None:
-            self.nan.begin()
-        self.numerics.begin_step()
+            self.nan.keep_buffers()
+        self.numerics.reset_loss_scaler()
         mean, unscored = self._gradients_that_fit(window, fills_in=fills_in)
         self.weighing.divide(_parameters(self.optimizer))
         self.numerics.unscale(self.optimizer)
@@ -112,18 +112,20 @@ class Update:
             self._step_schedulers(may_be_early=True)
             return LazyMetrics({"nan_skipped": self.nan.num_skipped})
         for batch, output in unscored:
-            self.scores.update(batch, output)
+            self.scores.add_batch(batch, output)
         norm = self.clip(self.optimizer)
         tell(Callback.before_optimizer_step)
         self.begin_update()
-        self.numerics.step(self.optimizer)
+        self.numerics.step_optimizer(self.optimizer)
         self.numerics.end_step()
         tell(Callback.after_optimizer_step)
         tell(Callback.before_zero_grad)
         self.optimizer.zero_grad(set_to_none=True)
         tell(Callback.after_zero_grad)
         self._step_schedulers(may_be_early=self.numerics.scaler is not None)
-        extra = {} if norm is None else {"grad_norm": number("grad_norm", whole(norm))}
+        extra = (
+            {} if norm is None else {"grad_norm": convert_metric("grad_norm", gather_dtensor(norm))}
+        )
         return LazyMetrics({**self.means(mean), **extra})
 
     def _checked_for_nan(self, mean: Mean) -> list[Tensor | float]:
@@ -147,8 +149,8 @@ class Update:
         """Return metrics and pictures of the epoch, named `train/…`; its metrics begin anew."""
         if not self.scores:
             return LazyMetrics({}), {}
-        found, pictures = self.scores.compute()
-        self.scores.reset()
+        found, pictures = self.scores.compute_metrics()
+        self.scores.reset_metrics()
         named = self.numbers({f"train/{name}": value for name, value in found.items()})
         return LazyMetrics(named), {f"train/{name}": image for name, image in pictures.items()}
 
@@ -168,7 +170,7 @@ class Update:
                     raise
             # Outside of the handler, where the error would keep the tensors of the failed try.
             self.optimizer.zero_grad(set_to_none=True)
-            before.put_back()
+            before.restore_snapshot()
             self.micro_batches.halve(window)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -179,13 +181,13 @@ class Update:
 
         They do not see a step that is skipped.
         """
-        pieces, mean = self.micro_batches.pieces(window), Mean()
+        pieces, mean = self.micro_batches.split_window(window), Mean()
         unscored: _Outputs = []
-        self.weighing.begin()
-        self.parallel.begin_step(self.model)
+        self.weighing.start_step()
+        self.parallel.prepare_step(self.model)
         for at, piece in enumerate(pieces):
             is_last = at == len(pieces) - 1
-            with self.parallel.batch(is_last=is_last):
+            with self.parallel.enter_batch(is_last=is_last):
                 is_own = not (fills_in and is_last)  # one sample, so it is one piece
                 self._train_on(piece, len(pieces), mean, unscored, is_own=is_own)
         return mean, unscored
@@ -193,7 +195,7 @@ class Update:
     def _train_on(
         self, piece: MicroBatch, num_pieces: int, mean: Mean, unscored: _Outputs, *, is_own: bool
     ) -> None:
-        tell = self.callbacks.tell
+        tell = self.callbacks.call_hook
         batch = moved(piece.batch, self.device)
         tell(Callback.batch_start, batch)
         batch = self.callbacks.transformed(Callback.before_forward, batch)
@@ -210,19 +212,19 @@ class Update:
         if self.scores and is_own and self.nan is not None:
             unscored.append((batch, output))
         elif self.scores and is_own:
-            self.scores.update(batch, output)
+            self.scores.add_batch(batch, output)
         tell(Callback.batch_end, batch, output)
         found, kinds = self.numbers.reduced({"loss": output.loss, **output.metrics})
-        mean.add(found, piece.weight if weight is None else weight, kinds, is_own=is_own)
+        mean.add_batch(found, piece.weight if weight is None else weight, kinds, is_own=is_own)
 
     def _step_schedulers(self, *, may_be_early: bool) -> None:
         for scheduler in self.schedulers:
-            self.callbacks.tell(Callback.before_scheduler_step, scheduler)
+            self.callbacks.call_hook(Callback.before_scheduler_step, scheduler)
             if may_be_early:
                 _step_without_warning(scheduler)
             else:
                 scheduler.step()
-            self.callbacks.tell(Callback.after_scheduler_step, scheduler)
+            self.callbacks.call_hook(Callback.after_scheduler_step, scheduler)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -239,7 +241,7 @@ def _step_without_warning(scheduler: Any) -> None:
 class Undo(Protocol):
     """Copy of a state that can be restored."""
 
-    def put_back(self) -> None:
+    def restore_snapshot(self) -> None:
         """Restore the state."""
 
 
@@ -347,7 +349,7 @@ class Numerics:
             return _NO_AUTOCAST
         return torch.autocast(self._device_type, enabled=False)
 
-    def begin_step(self) -> None:
+    def reset_loss_scaler(self) -> None:
         """Make the loss scaler forget an update that an error has interrupted."""
         if self.scaler is not None and self._is_unscaled:
             self.scaler.update(self.scaler.get_scale())
@@ -359,7 +361,7 @@ class Numerics:
             self._is_unscaled = True
             self.scaler.unscale_(optimizer)
 
-    def step(
+    def step_optimizer(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> Any:
         """Step an optimizer, unless the scaler finds that its gradients are not finite."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from holdfast.arguments import checked
+from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError, listing
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
@@ -24,7 +24,7 @@ from holdfast.train.training import AverageInModelDtypes, widened
 logger = logging.getLogger("holdfast")
 
 
-@checked(but=("start", "every"))
+@check_arguments(but=("start", "every"))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SWA:
     """Settings of an equal average of the weights, kept beside training.
@@ -85,10 +85,12 @@ class EqualAverage:
             )
 
     @torch.no_grad()
-    def follow(self, model: nn.Module, before: Timestamp, now: Timestamp, goal: Time) -> None:
+    def add_if_due(self, model: nn.Module, before: Timestamp, now: Timestamp, goal: Time) -> None:
         """Add the model's weights if they are due after the step from `before` to `now`."""
         interval = self.plan.interval
-        passed = [(interval.unit.of(stamp) or 0) // interval.value for stamp in (before, now)]
+        passed = [
+            (interval.unit.read_progress(stamp) or 0) // interval.value for stamp in (before, now)
+        ]
         if not self._has_begun(now, goal):
             if self.num_averaged:
                 logger.warning(
@@ -103,12 +105,12 @@ class EqualAverage:
         if passed[0] == passed[1]:
             return
         self.num_averaged += 1
-        for average, live in _pairs(self.model.parameters(), model.parameters()):
+        for average, live in _pair_tensors(self.model.parameters(), model.parameters()):
             if average.is_floating_point() or average.is_complex():
                 average.lerp_(live.to(average), 1 / self.num_averaged)
             else:
                 average.copy_(live)
-        for average, live in _pairs(self.model.buffers(), model.buffers()):
+        for average, live in _pair_tensors(self.model.buffers(), model.buffers()):
             average.copy_(live)
         self.has_statistics = not _with_statistics(self.model)
 
@@ -142,7 +144,7 @@ class EqualAverage:
         if not num_batches:
             raise UsageError("swa: batch_norm gave no batch: give a loader, not an iterator")
         if self.cast.differs:
-            for average, cast in _pairs(self.model.buffers(), self.cast.model.buffers()):
+            for average, cast in _pair_tensors(self.model.buffers(), self.cast.model.buffers()):
                 average.copy_(cast)
         self.has_statistics = True
 
@@ -159,11 +161,13 @@ class EqualAverage:
     def _has_begun(self, now: Timestamp, goal: Time) -> bool:
         start = self.plan.starts_at
         if start.unit is Unit.DURATION:
-            return (goal.unit.of(now) or 0) >= start.value * goal.value
-        return (start.unit.of(now) or 0) >= start.value
+            return (goal.unit.read_progress(now) or 0) >= start.value * goal.value
+        return (start.unit.read_progress(now) or 0) >= start.value
 
 
-def _pairs(own: Iterable[Tensor], other: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+def _pair_tensors(
+    own: Iterable[Tensor], other: Iterable[Tensor]
+) -> Iterator[tuple[Tensor, Tensor]]:
     for average, live in zip(own, other, strict=True):
         yield local(average), local(live)
 

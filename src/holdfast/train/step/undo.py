@@ -63,7 +63,7 @@ class StepUndo:
             _NO_INTERRUPTION if stop is None else stop.interruptible()
         )
 
-    def begin_step(self) -> None:
+    def take_snapshot(self) -> None:
         """Take the snapshot, as the step that begins will change the state."""
         self.allows_save = self._is_exact
         if self._is_exact:
@@ -79,18 +79,18 @@ class StepUndo:
         """Drop the snapshot, as the update that begins cannot be undone."""
         self._boundary = self._weights = None
 
-    def changed(self) -> list[str]:
+    def find_changed(self) -> list[str]:
         """List components whose weights have changed since the snapshot, which lacks them.
 
         Call it after `go`, for a save after an error.
         """
-        return [] if self._weights is None else self._weights.changed()
+        return [] if self._weights is None else self._weights.find_changed()
 
     def go(self) -> bool:
         """Restore the snapshot; False if none is kept."""
         boundary, self._boundary = self._boundary, None
         if boundary is not None:
-            boundary.put_back()
+            boundary.restore_snapshot()
             for module in self._modules:
                 module.zero_grad()  # those of the window that is undone
         return boundary is not None
@@ -122,7 +122,7 @@ class StepUndo:
                 pass  # a stop that was requested before
             yield
         except Interrupted:
-            kept.put_back()
+            kept.restore_snapshot()
             raise
         except Exception:
             self._after_error(kept, weights)
@@ -137,15 +137,17 @@ class StepUndo:
         average that is swapped in: before that, nothing can be saved.
         """
         if self._before_validation is not None:
-            self._is_validating = self._stop is not None and not self._before_validation.changed()
+            self._is_validating = (
+                self._stop is not None and not self._before_validation.find_changed()
+            )
 
     def _after_error(self, kept: Boundary, weights: StateFingerprint) -> None:
         """Restore the state after an error, if it will be saved; the error is raised anyway."""
         if not self._is_exact:
             return
         try:
-            kept.put_back()
-            changed = weights.changed()
+            kept.restore_snapshot()
+            changed = weights.find_changed()
         except Exception:
             self.allows_save = False
             logger.exception("the state before the validation cannot be put back, nor saved")
@@ -179,11 +181,11 @@ class Boundary:
         ]
         self._undo_scores: list[Callable[[], None]] = []
         if components is not None:
-            self._copy(components)
+            self._copy_components(components)
 
-    def _copy(self, components: Mapping[str, Any]) -> None:
+    def _copy_components(self, components: Mapping[str, Any]) -> None:
         scores = [item for item in components.values() if isinstance(item, Scores)]
-        self._undo_scores = [item.undo() for item in scores]
+        self._undo_scores = [item.capture_undo() for item in scores]
         others = {name: item for name, item in components.items() if not isinstance(item, Scores)}
         # A capture of any component includes the generators.
         self._live = others or {"nothing": {}}
@@ -195,7 +197,7 @@ class Boundary:
         }
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore_snapshot(self) -> None:
         """Restore the snapshot."""
         randomness.end_blocks(self._depth)
         if torch.get_num_threads() != self._num_threads:  # a fetch runs with one
@@ -206,7 +208,7 @@ class Boundary:
             self._data.load_state_dict(self._position)
         if self._live is not None:
             ready = prepare(self._live, self._stored, where="the state before the step")
-            ready.apply(self._tensors)
+            ready.apply_values(self._tensors)
         for undo in self._undo_scores:
             undo()
 
@@ -247,7 +249,7 @@ class StateFingerprint:
         }
         self._marks = {name: _mark(value) for name, value in self._components.items()}
 
-    def changed(self) -> list[str]:
+    def find_changed(self) -> list[str]:
         """List the components that have changed since. Waits for their devices."""
         return [
             name
@@ -263,11 +265,13 @@ def _mark(value: nn.Module | Optimizer) -> list[Any]:
 
 
 def _module_mark(module: nn.Module) -> list[Any]:
-    trees = [] if _is_plain(module) else [capture({"module": module}).components["module"].tree]
+    trees = (
+        [] if _is_plain_module(module) else [capture({"module": module}).components["module"].tree]
+    )
     return [*trees, *_sums(module.parameters())]
 
 
-def _is_plain(module: nn.Module) -> bool:
+def _is_plain_module(module: nn.Module) -> bool:
     """Whether a module's state has only tensors, and no extra state of any submodule."""
     own = nn.Module.get_extra_state
     return all(type(inner).get_extra_state is own for inner in module.modules())
@@ -319,10 +323,10 @@ def _sum(flat: Tensor) -> list[Tensor]:
 
 def _are_equal(before: list[Any], now: list[Any]) -> bool:
     pairs = zip(before, now, strict=False)
-    return len(before) == len(now) and all(_is_same(*pair) for pair in pairs)
+    return len(before) == len(now) and all(_is_equal(*pair) for pair in pairs)
 
 
-def _is_same(before: Any, now: Any) -> bool:
+def _is_equal(before: Any, now: Any) -> bool:
     if isinstance(before, Tensor) and isinstance(now, Tensor):
         return before.device == now.device and torch.equal(before, now)
     return bool(before == now)
