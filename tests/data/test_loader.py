@@ -253,7 +253,7 @@ def test_the_users_worker_init_fn_is_called() -> None:
 
 def test_all_of_a_seed_reaches_the_generators() -> None:
     """Of 32 bits, two of 100,000 batches would probably be equal; and their numbers would be."""
-    states = [randomness.make_generator(bytes(28) + number) for number in (b"abcd", b"abce")]
+    states = [randomness.generator(bytes(28) + number) for number in (b"abcd", b"abce")]
     drawn = [torch.rand(4, generator=own).tolist() for own in states]
     with randomness.seeded(bytes(28) + b"abcd"):
         assert torch.rand(4).tolist() == drawn[0]

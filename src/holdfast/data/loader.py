@@ -327,7 +327,7 @@ class Loader(Feed):
             return range(self._num_samples)
         if self._is_computed:
             return Permutation(self._num_samples, self._seed, lap)
-        own = randomness.make_generator(randomness.derive(self._seed, "order", lap))
+        own = randomness.generator(randomness.derive(self._seed, "order", lap))
         return torch.randperm(self._num_samples, generator=own)
 
     def _indices(self, order: Any, epoch: int, place: int) -> Sequence[int]:

@@ -84,7 +84,7 @@ class Mixture:
         ]
         taken = torch.cat(parts)
         if shuffle:
-            own = randomness.make_generator(randomness.derive(seed, "mixture", lap))
+            own = randomness.generator(randomness.derive(seed, "mixture", lap))
             return taken[torch.randperm(len(taken), generator=own)]
         # Spread evenly: the sample k of n comes at (k + 1/2) / n of the lap.
         places = [(torch.arange(n, dtype=torch.float64) + 0.5) / n for n in self.counts]
@@ -105,7 +105,7 @@ class Mixture:
                 found.append(torch.from_numpy(order[first:stop]))
             else:
                 entropy = randomness.derive(seed, "part", number, own_lap)
-                own = randomness.make_generator(entropy)
+                own = randomness.generator(entropy)
                 found.append(torch.randperm(length, generator=own)[first:stop])
         return torch.cat(found) + (self._ends[number] - length)
 

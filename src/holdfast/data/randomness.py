@@ -23,7 +23,7 @@ def derive(seed: int, purpose: str, *numbers: int) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def make_generator(entropy: bytes) -> torch.Generator:
+def generator(entropy: bytes) -> torch.Generator:
     """Make a separate CPU generator, seeded with all of `entropy`."""
     own = torch.Generator()
     own.set_state(_torch_state(entropy))

@@ -74,7 +74,7 @@ class Weighted:
 
     def __call__(self, seed: int, lap: int) -> Tensor:
         """Return the order of a lap."""
-        own = randomness.make_generator(randomness.derive(seed, "weighted", lap))
+        own = randomness.generator(randomness.derive(seed, "weighted", lap))
         if self._replacement:
             # Not torch.multinomial, which takes 2**24 weights at most.
             sums = np.cumsum(self._weights.numpy())
@@ -139,7 +139,7 @@ class Buckets:
 
     def __call__(self, seed: int, lap: int) -> list[list[int]]:
         """Return the batches of a lap."""
-        own = randomness.make_generator(randomness.derive(seed, "buckets", lap))
+        own = randomness.generator(randomness.derive(seed, "buckets", lap))
         order = torch.randperm(self.dataset_length, generator=own)
         batches = []
         for pool in torch.split(order, self._num_pooled):
@@ -260,7 +260,7 @@ def _reseeded(samplers: list[Any], entropy: bytes, lap: int) -> Iterator[None]:
     """Give torch's samplers their own seeded generator for the block, and the lap as epoch."""
     before = [(each, each.generator) for each in samplers if hasattr(each, "generator")]
     for each, _ in before:
-        each.generator = randomness.make_generator(entropy)
+        each.generator = randomness.generator(entropy)
     for each in samplers:
         if hasattr(each, "set_epoch"):
             each.set_epoch(lap)

@@ -431,7 +431,7 @@ class _Reader(IterableDataset[Any]):
     def _shuffled(self, block: list[Any], worker: int, number: int) -> list[Any]:
         if not self._num_shuffled:
             return block
-        own = randomness.make_generator(self._entropy("order", worker, number))
+        own = randomness.generator(self._entropy("order", worker, number))
         return [block[place] for place in torch.randperm(len(block), generator=own).tolist()]
 
     def _digest(self, before: str, block: list[Any]) -> str:
