@@ -413,6 +413,7 @@ def test_what_cannot_be_sent_at_all_is_raised_though_others_arrive(local: LocalS
     noted.wait_for("uploaded", 2)
     with pytest.raises(errors.UploadFailed, match="cannot be sent"):
         manager.save(4)
+    noted.wait_for("uploaded", 3)  # step 4 was saved before the error was raised
     with pytest.raises(errors.UploadFailed, match="not uploaded"):
         manager.close()
     assert [n.state for n in Ledger(local).waiting().values() if n] == ["refused"]
