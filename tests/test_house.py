@@ -84,7 +84,7 @@ SOURCE = (
     # The private copy of obstore and the store over SFTP took 640 lines.
     Limit("lines of the core", 58_300, _SMALLER, reason="silent faults of ranks and state"),
     # 481 before these two.
-    Limit("modules", 480, "Put the function beside its only caller"),
+    Limit("modules", 462, "Put the function beside its only caller"),
     # Classes with one name in several modules; the figure counts names.
     Limit("public class names used twice", 0, "Put the subject into the name", slack=2),
     # Methods and nested functions count, dunder methods do not; `_begin` counts as `begin`.

@@ -79,13 +79,10 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
             "documents",
         ),
         (
+            "attempts",
             "byte_ranges",
-            "lost_manifests",
-            "nesting",
-            "proof",
             "single",
         ),
-        ("finished_attempts",),
         ("catalog",),
         (
             "commit",
@@ -110,7 +107,6 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "access",
             "deletion",
-            "pinning",
             "tiered",
         ),
     ),

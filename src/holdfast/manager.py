@@ -52,9 +52,8 @@ from holdfast.loading.search import (
 )
 from holdfast.maintenance.housekeeping import FollowingChores, IntervalMeasurements, PostSaveTasks
 from holdfast.maintenance.preflight import FirstSaveChecks, probe_as_follower
-from holdfast.ownership.annotations import checked_metrics, checked_reasons, checked_tags
+from holdfast.ownership.annotations import Marking, checked_metrics, checked_reasons, checked_tags
 from holdfast.ownership.owner import left_s
-from holdfast.ownership.pinning import Marking
 from holdfast.ownership.process import liveness, this_process
 from holdfast.ownership.tiered_catalog import catalog_of
 from holdfast.ownership.tiered_options import Tiered, TierRules

@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from allranks import Member, all_of, on_ranks, save_on
 from holdfast import Encryption, errors
+from holdfast.encryption.manifests import REDACTED
 from holdfast.encryption.messages import EncryptedRanks, encrypted
-from holdfast.encryption.redaction import REDACTED
 from holdfast.encryption.store import SealedStore
 from holdfast.format import layout, suites
 from holdfast.format.manifest import Aborted

@@ -20,9 +20,9 @@ from holdfast.format.records import Ended
 from holdfast.maintenance.gc import collect_garbage
 from holdfast.ownership import claim as claims
 from holdfast.ownership.process import this_process
+from holdfast.root.attempts import known_ended
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import mark_aborted
-from holdfast.root.finished_attempts import known_ended
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

@@ -61,7 +61,7 @@ ROOTS = (
     Mutant(
         name="folder-of-a-user-taken-for-an-attempt",
         promise="D5: only folders that a claim made are deleted",
-        file="root/proof.py",
+        file="root/documents.py",
         before="    if nonce is None:\n        return False\n",
         after="    if nonce is None or name.label:\n        return True\n",
         near=(OTHERS,),
@@ -69,7 +69,7 @@ ROOTS = (
     Mutant(
         name="file-of-a-user-taken-for-a-tensor-file",
         promise="D5: of a checkpoint only listed files are deleted",
-        file="root/proof.py",
+        file="root/documents.py",
         before="    if not is_document and listed is not None:\n        return False\n",
         after="    if not is_document and listed is not None:\n        return True\n",
         near=(OTHERS,),

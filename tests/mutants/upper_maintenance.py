@@ -40,7 +40,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="closed-claim-in-two-tiers-proves-a-commit",
         promise="R22: of two tiers one may have the files of what was never committed there",
-        file="root/lost_manifests.py",
+        file="root/attempts.py",
         before="= is_closed and not self._is_tiered(name.epoch)",
         after="= is_closed",
         near=("tests/root/test_lost_manifests.py", "tests/replication"),

@@ -16,8 +16,14 @@ import msgspec
 from typing_extensions import override
 
 from holdfast.encryption.files import SealedFile, SealedWriter, plain_nbytes
-from holdfast.encryption.manifests import boxes_of, decrypt_manifest
-from holdfast.encryption.redaction import REDACTED, redact_mark, redact_record, redact_sidecar
+from holdfast.encryption.manifests import (
+    REDACTED,
+    boxes_of,
+    decrypt_manifest,
+    redact_mark,
+    redact_record,
+    redact_sidecar,
+)
 from holdfast.errors import (
     AlreadyExists,
     CorruptData,

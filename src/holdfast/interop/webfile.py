@@ -11,9 +11,9 @@ from typing_extensions import override
 from holdfast.errors import StoreError
 from holdfast.interop.files import ReadableFile, copy_bytes
 from holdfast.store.base import expect_at_least
-from holdfast.store.remote.address import parse_web
 from holdfast.store.remote.api import Api
 from holdfast.store.remote.opening import RemoteOptions
+from holdfast.store.remote.reading import parse_web
 
 _BLOCK_NBYTES = 4 << 20
 _NUM_BLOCKS = 8

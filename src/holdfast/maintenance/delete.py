@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.encryption.redaction import REDACTED
+from holdfast.encryption.manifests import REDACTED
 from holdfast.encryption.store import bare
 from holdfast.errors import CorruptData, NoCheckpoint, OutcomeUnknown, UsageError, listing
 from holdfast.events import Emitter
@@ -22,9 +22,9 @@ from holdfast.ownership.claim import Choice, Claim, Wait, dropped
 from holdfast.ownership.deletion import Removal, retract, thin
 from holdfast.ownership.leases import Readers
 from holdfast.ownership.owner import Ownership
+from holdfast.root.attempts import latest_of
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import check_ownership, kept_of_others, name_latest, sync_checkpoint
-from holdfast.root.lost_manifests import latest_of
 from holdfast.root.remaining import parts_of
 from holdfast.root.upload_records import NotedUploads
 from holdfast.store.base import Store

@@ -24,10 +24,10 @@ from holdfast.ownership.claim import Choice, Wait
 from holdfast.ownership.deletion import retract_unreadable
 from holdfast.ownership.leases import Readers
 from holdfast.ownership.owner import Ownership
+from holdfast.root.attempts import latest_of
 from holdfast.root.byte_ranges import read_listing
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import kept_of_others, name_latest
-from holdfast.root.lost_manifests import latest_of
 from holdfast.store.base import Store
 
 

@@ -29,11 +29,16 @@ from holdfast.format.records import Alive, AnswerRecord
 from holdfast.ownership.claim import ends_with_its_put, is_live, nothing_in_flight
 from holdfast.ownership.leases import find_leases
 from holdfast.ownership.process import Liveness, is_this_process, liveness
+from holdfast.root.attempts import EndedAttempts, known_ended
 from holdfast.root.catalog import Catalog, Register
 from holdfast.root.commit import kept_of_others, mark_aborted, remove_files, remove_scratch
-from holdfast.root.documents import is_own_mark, is_there, read_if_there
-from holdfast.root.finished_attempts import EndedAttempts, known_ended
-from holdfast.root.proof import holds_own_files, was_made_by
+from holdfast.root.documents import (
+    holds_own_files,
+    is_own_mark,
+    is_there,
+    read_if_there,
+    was_made_by,
+)
 from holdfast.store.base import Store
 
 Outcome = Literal["remove", "mark", "keep"]

@@ -1,11 +1,14 @@
-"""Tags, pins and rejections of committed checkpoints; checks of tags, reasons and metrics."""
+"""Tags, pins and rejections of committed checkpoints; checks of tags, reasons and metrics.
+
+`Marking` has the methods of the manager for pins and tags.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from holdfast.arguments import escaped
+from holdfast.arguments import check_arguments, escaped
 from holdfast.errors import AlreadyExists, CommitConflict, NoCheckpoint, NotFound, UsageError
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest
@@ -156,3 +159,47 @@ def _expect_kept(store: Store, entry: Entry) -> None:
             f"{store.url}/{entry.folder}: retention has just dropped {', '.join(sorted(lost))} of "
             "it; the rest is kept, and no run can resume from it"
         )
+
+
+class Marking:
+    """What keeps single checkpoints whatever the rule of retention says."""
+
+    _catalog: Catalog
+
+    @check_arguments()
+    def pin(self, which: str | int) -> None:
+        """Pin a checkpoint, so that retention keeps it whatever the rule says.
+
+        Raises:
+            NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
+        """
+        annotate_copies(self._catalog, which, pinned=True)
+
+    @check_arguments()
+    def unpin(self, which: str | int) -> None:
+        """Remove the pin of a checkpoint, so that the retention rule decides again."""
+        annotate_copies(self._catalog, which, pinned=False)
+
+    @check_arguments()
+    def tag(self, which: str | int, *tags: str) -> None:
+        """Add tags to a checkpoint; retention keeps it, and `which` may be its tag.
+
+        Raises:
+            UsageError: no tag is given, or one cannot be a tag.
+            NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
+        """
+        if not tags:
+            raise UsageError(f"tag({which!r}): name at least one tag")
+        annotate_copies(self._catalog, which, add_tags=tags)
+
+    @check_arguments()
+    def untag(self, which: str | int, *tags: str) -> None:
+        """Remove tags from a checkpoint, so that the retention rule decides again.
+
+        Raises:
+            UsageError: no tag is given, the checkpoint lacks one, or it was given by the save.
+            NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
+        """
+        if not tags:
+            raise UsageError(f"untag({which!r}): name at least one tag")
+        annotate_copies(self._catalog, which, remove_tags=tags)

@@ -36,8 +36,7 @@ from holdfast.launched import present_ranks
 from holdfast.ownership.process import is_this_process, liveness, this_process, utc_now
 from holdfast.root.catalog import Catalog, Entry, Marks
 from holdfast.root.commit import put_once, sync_checkpoint
-from holdfast.root.documents import read_if_there
-from holdfast.root.nesting import expect_apart
+from holdfast.root.documents import expect_apart, read_if_there
 from holdfast.root.remaining import parts_of
 from holdfast.store.base import Store
 from holdfast.threads.workers import Background

@@ -13,7 +13,7 @@ from typing_extensions import override
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.events import Emitter
 from holdfast.ownership.claim import Choice, Claim, ClaimHeartbeat, check_owner, claim_run, held
-from holdfast.root.nesting import others_in
+from holdfast.root.documents import others_in
 from holdfast.store.base import Store
 
 END_S = 30.0

@@ -23,8 +23,8 @@ from holdfast.keys import Encryption
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.naming import expect_filled
 from holdfast.root.address import expect_root
+from holdfast.root.attempts import latest_of
 from holdfast.root.catalog import Catalog, Entry, Register
-from holdfast.root.lost_manifests import latest_of
 from holdfast.store import open_store
 from holdfast.store.base import ObjectInfo, Store
 

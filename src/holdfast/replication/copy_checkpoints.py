@@ -35,11 +35,11 @@ from holdfast.ownership.leases import leased
 from holdfast.ownership.owner import Ownership
 from holdfast.ownership.tiered import claim_document, is_in_use
 from holdfast.replication.upload import Cost, Sender
+from holdfast.root.attempts import latest_of
 from holdfast.root.byte_ranges import Listing, get_stored_length, read_listing
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import name_latest, put_once, sync_checkpoint
 from holdfast.root.documents import read_document
-from holdfast.root.lost_manifests import latest_of
 from holdfast.store.base import Store
 
 NUM_THREADS = 4

@@ -39,11 +39,9 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.records import Notes, Rejected, TiersRecord, WriterRecord
 from holdfast.policy.rule import MAIN
+from holdfast.root.attempts import Evidence, known_ended, latest_of
 from holdfast.root.best import best_of, means_best
-from holdfast.root.documents import is_own_mark, read_if_there
-from holdfast.root.finished_attempts import known_ended
-from holdfast.root.lost_manifests import Evidence, latest_of
-from holdfast.root.proof import holds_own_files, was_made_by
+from holdfast.root.documents import holds_own_files, is_own_mark, read_if_there, was_made_by
 from holdfast.store.base import ObjectInfo, Store
 
 Register = Manifest | Aborted | Deleted

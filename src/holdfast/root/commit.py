@@ -38,8 +38,7 @@ from holdfast.format.manifest import (
 )
 from holdfast.format.records import WriterRecord
 from holdfast.root.catalog import Catalog
-from holdfast.root.documents import read_document, read_if_there
-from holdfast.root.proof import is_own_file
+from holdfast.root.documents import is_own_file, read_document, read_if_there
 from holdfast.store.base import Store, is_key
 
 _MAX_PUTS = 5

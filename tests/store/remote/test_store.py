@@ -30,8 +30,8 @@ from holdfast.errors import (
 from holdfast.events import logger
 from holdfast.store.remote import RemoteStore
 from holdfast.store.remote import api as remoteapi
+from holdfast.store.remote.api import RateLimit
 from holdfast.store.remote.opening import RemoteOptions
-from holdfast.store.remote.throttle import RateLimit
 from holdfast.testing.store_contract import noise
 from marks import full
 from servers.fixtures import on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from holdfast.store.remote.throttle import RateLimit
+from holdfast.store.remote.api import RateLimit
 
 
 class Clock:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from holdfast.store.remote.opening import RemoteOptions
 
 if TYPE_CHECKING:
+    from holdfast.store.remote.reading import HttpStore
     from holdfast.store.remote.store import RemoteStore
-    from holdfast.store.remote.web import HttpStore
 
 __all__ = ["HttpStore", "RemoteOptions", "RemoteStore"]
 
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
         return RemoteStore
     if name == "HttpStore":
-        from holdfast.store.remote.web import HttpStore
+        from holdfast.store.remote.reading import HttpStore
 
         return HttpStore
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,21 @@
-"""Reads of a store by requests: exact ranges, each of bounded length."""
+"""Reads of a store by requests, in exact ranges of bounded length; and web servers, which only
+can be read."""
 
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NoReturn
+from urllib.parse import unquote, urlsplit
 
 from typing_extensions import override
 
+from holdfast.errors import UnsupportedStore, UsageError
+from holdfast.events import url_without_secrets
 from holdfast.store.base import (
+    BlockWriter,
+    Buffer,
     ObjectInfo,
     Store,
     check_key,
@@ -98,3 +106,91 @@ class ReadByRequests(Store, ABC):
                 target = piece[part : part + _SEEN_NBYTES]
                 copy_bytes(target, found[part : part + _SEEN_NBYTES])
                 seen(target)
+
+
+class HttpStore(ReadByRequests):
+    """Store of the files below `http(s)://host/path`, which can only be read, by their keys.
+
+    A user and a password in the URL are sent as basic authentication, and its query with each
+    request; neither is in `url` or in messages. From https nothing leads to an address that is
+    not encrypted. Thread-safe; no request is sent until an operation is called. Forks and pickles
+    are as for `RemoteStore`.
+    """
+
+    reads_only = True
+    writes_in_place = False
+
+    def __init__(self, url: str, *, options: RemoteOptions | None = None) -> None:
+        self._given = (url, options)
+        super().__init__(parse_web(url), options)
+
+    def __repr__(self) -> str:
+        return f"HttpStore({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the constructor's arguments: another process opens its own connections."""
+        url, options = self._given
+        return partial(HttpStore, url, options=options), ()
+
+    @override
+    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
+        self._raise_read_only("put", key)
+
+    @override
+    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
+        self._raise_read_only("create", key)
+
+    @override
+    def delete(self, key: str) -> None:
+        self._raise_read_only("delete", key)
+
+    @override
+    def probe(self) -> str:
+        self._raise_read_only("probe", "")
+
+    @override
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        self._refuse_list(prefix)
+
+    @override
+    def children(self, folder: str = "") -> tuple[str, ...]:
+        self._refuse_list(folder)
+
+    def _raise_read_only(self, operation: str, key: str) -> NoReturn:
+        raise UnsupportedStore(
+            f"{operation} {self._api.url(key)}: a web address can only be read. Save to a folder, "
+            "or to the bucket behind it: s3://… (with endpoint=… of RemoteStore), gs://… or az://…"
+        )
+
+    def _refuse_list(self, key: str) -> NoReturn:
+        raise UnsupportedStore(
+            f"list {self._api.url(key)}: a web server lists no files, so it cannot be looked up "
+            "which checkpoints there are. Name the folder of one, which `holdfast ls` shows where "
+            "the root is: https://HOST/…/step-7.0001-000001-0123abcd"
+        )
+
+
+def parse_web(url: str) -> BucketLocation:
+    """Parse the URL of a folder or a file on a web server; a fragment is dropped."""
+    try:
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+            raise ValueError("no host")
+    except ValueError:
+        # A password that is not percent-encoded may be anywhere before the last @.
+        scheme, _, rest = url.partition("://")
+        shown = url_without_secrets(f"{scheme}://{rest.rpartition('@')[2]}")
+        raise UsageError(
+            f"{shown!r}: must be https://HOST/… or https://USER:PASSWORD@HOST/…, with a port that "
+            "is a number; write / ? # and @ in a password as %2F %3F %23 and %40"
+        ) from None
+    user, password = unquote(parts.username or ""), unquote(parts.password or "")
+    return BucketLocation(
+        scheme="https" if parts.scheme == "https" else "http",
+        bucket=host,
+        prefix=parts.path.strip("/"),
+        endpoint=None,
+        query=parts.query,
+        login=f"{user}:{password}" if user or password else "",
+    )

@@ -21,9 +21,8 @@ from typing import Any
 
 from holdfast.errors import HoldfastError, StoreError, TransientStoreError
 from holdfast.store.base import BlockWriter, expect_inside, final_nbytes, flatten_buffer
-from holdfast.store.remote.api import Api, Patience, is_own_process
+from holdfast.store.remote.api import Api, Patience, RateLimit, is_own_process
 from holdfast.store.remote.opening import RemoteOptions
-from holdfast.store.remote.throttle import RateLimit
 from holdfast.system import private_memory
 
 PART_NBYTES = 16 * 1024 * 1024
