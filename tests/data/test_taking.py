@@ -19,6 +19,7 @@ from holdfast.manager import CheckpointManager
 from train.small import make
 
 Save = Callable[[int], Any]
+SAVED = torch.Generator()
 
 
 def ahead(batches: Any) -> Iterator[Any]:
@@ -218,19 +219,33 @@ def test_a_trainer_names_read_ahead_once(
 @pytest.mark.parametrize(
     ("options", "is_said"),
     [
-        ({"num_workers": 1, "persistent_workers": True}, True),
-        ({"num_workers": 1, "persistent_workers": True, "generator": torch.Generator()}, False),
-        ({"num_workers": 1}, False),
+        ({"persistent_workers": True}, True),
+        ({"persistent_workers": True, "generator": torch.default_generator}, True),
+        ({"persistent_workers": True, "generator": SAVED}, True),
+        ({"persistent_workers": True, "generator": torch.Generator()}, False),
+        ({}, False),
     ],
 )
+@pytest.mark.parametrize("made", ["before", "after"])
 def test_persistent_workers_whose_seed_a_resume_draws_again_are_named(
-    options: Any, is_said: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    options: Any, is_said: bool, made: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    held_out = DataLoader(range(4), **options)  # type: ignore[arg-type]
-    with CheckpointManager(tmp_path, {"model": nn.Linear(1, 1), "data": {}}) as manager:
+    def make() -> DataLoader[int]:
+        return DataLoader(range(4), num_workers=1, **options)  # type: ignore[arg-type]
+
+    held_out = make() if made == "before" else None
+    state = {"model": nn.Linear(1, 1), "data": {"order": SAVED}}
+    with CheckpointManager(tmp_path, state) as manager:
         manager.resume()
         manager.save(1)
-    assert [text for text in caplog.messages if "persistent_workers" in text] == (
-        [caplog.messages[0]] if is_said else []
-    )
-    del held_out
+        assert _num_named(caplog) == (is_said and made == "before")
+        held_out = held_out or make()
+        batches = iter(held_out)
+        for step in (2, 3):
+            manager.save(step)
+    assert _num_named(caplog) == is_said
+    del batches, held_out
+
+
+def _num_named(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("persistent_workers" in text for text in caplog.messages)

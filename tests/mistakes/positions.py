@@ -148,6 +148,15 @@ def _(user: User) -> None:
     del held_out
 
 
+@case("a validation made after a save, with `persistent_workers`", names="persistent_workers")
+def _(user: User) -> None:
+    manager = user.manager(user.new)
+    manager.save(1, wait=True)
+    held_out = DataLoader(range(4), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    list(held_out)
+    manager.save(2, wait=True)
+
+
 @case("`Loader(dataset, 2, generator=…)`", names="seed=…")
 def _(user: User) -> None:
     Loader(torch.zeros(4, 4), 2, generator=torch.Generator())

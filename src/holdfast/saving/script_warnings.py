@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ class ScriptWarnings:
         self._state = state
         self._emit = emit
         self._not_saved_due = self._lacks_due = self._setup_due = self._workers_due = True
+        self._children: set[int | None] | None = None
+        """Ids of this process's children when loaders with persistent workers were looked for."""
         self.positions = PositionChecks(state)
         self._outside = OutsideState(state)
         self._stepping: Sequence[int] | None = None
@@ -72,11 +75,18 @@ class ScriptWarnings:
                 self._emit("warning", f"{self._url}: {OMITTED.format(', '.join(classes))}")
 
     def of_workers(self) -> None:
-        """Warn, once, of workers whose seed is drawn in each process anew."""
+        """Warn, once, of workers whose seed is drawn in each process anew.
+
+        A loader may be made or first used after the first save: look again if processes have begun.
+        """
         # Trainers put the generators back after a validation.
-        if self._workers_due and not is_of_trainer(self._state) and draws_once():
+        if not self._workers_due or is_of_trainer(self._state):
+            return
+        before, children = self._children, {one.pid for one in multiprocessing.active_children()}
+        self._children = children
+        if (before is None or children - before) and draws_once(self._state):
             self._emit("warning", PERSISTENT)
-        self._workers_due = False
+            self._workers_due = False
 
     def of_position(self, step: int) -> None:
         """Warn, at a save, of batches that the position counts and no step was trained on."""

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.state import optimizers
 from holdfast.state.components import ParameterNames, parameter_names
+from holdfast.state.generators import is_global
 from holdfast.state.instances import instances_of
 from holdfast.state.leaves import local_of, refusal, span
 from holdfast.state.selection import shortened
@@ -34,10 +35,10 @@ OUTSIDE = (
     'with a component called "data", such as {"data": {"batches": 0}} (docs/data.md)'
 )
 PERSISTENT = (
-    "a torch DataLoader with persistent_workers draws a seed from torch's global generator once in "
-    "a process, at its first epoch. A resumed process draws it again, so the random numbers of the "
-    "training differ from then on. Give it a generator of its own: DataLoader(…, "
-    "generator=torch.Generator())"
+    "a torch DataLoader with persistent_workers draws a seed from torch's global generator, or one "
+    "in the state, once in a process, at its first epoch. A resumed process draws it again, so the "
+    "random numbers of the training differ from then on. Give it a generator of its own: "
+    "DataLoader(…, generator=torch.Generator())"
 )
 
 NO_OPTIMIZER = (
@@ -52,10 +53,14 @@ OMITTED = (
 )
 
 
-def draws_once() -> bool:
-    """Whether a torch DataLoader of this process would draw from the global generator only once."""
+def draws_once(state: Mapping[str, Any]) -> bool:
+    """Whether a torch DataLoader of this process draws only once from a generator that is saved."""
     loaders: list[DataLoader[Any]] = instances_of(DataLoader)
-    return any(each.persistent_workers and each.generator is None for each in loaders)
+    drawn_from = [each.generator for each in loaders if each.persistent_workers]
+    saved = [part for _, inside in _dicts("", dict(state)) for part in inside.values()]
+    return any(
+        one is None or is_global(one) or any(one is part for part in saved) for one in drawn_from
+    )
 
 
 def homeless(state: Mapping[str, Any], names: ParameterNames) -> dict[str, dict[str, Tensor]]:
