@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
         parser.error(f"no mutant is called {' or '.join([*given.names, *given.again])}")
     results = Results()
     if given.list:
-        print("\n".join(f"{m.name}: {m.file}: {m.promise}" for m in mutants))
+        print("\n".join(f"{m.name}: {m.place}: {m.promise}" for m in mutants))
         return 0
     if wrong := list(faults(mutants)):
         print("\n".join(wrong))

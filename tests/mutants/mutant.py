@@ -13,10 +13,10 @@ class Mutant:
     """Unique; words with hyphens between them: `manifest-without-fsync`."""
     promise: str
     """The tag of tests/README.md that it breaks, and the promise in a few words."""
-    file: str
-    """Relative to `src/holdfast`."""
+    place: str
+    """Function, class or constant that it changes, such as `Attempt.commit`, in any module."""
     before: str
-    """Text that occurs exactly once in the file."""
+    """Text that occurs exactly once in all definitions of that name."""
     after: str
     """The text that replaces it."""
     near: tuple[str, ...]

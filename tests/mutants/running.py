@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.mutants.mutant import Mutant
 from tests.mutants.noting import WRONG_SOURCE
-from tests.mutants.tables import PROJECT, SOURCE, mutated
+from tests.mutants.tables import PROJECT, find_file, mutated
 
 TIERS = {
     "test": "not full and not long and not stores",
@@ -68,10 +68,10 @@ class Tree:
     @contextmanager
     def changed(self, mutant: Mutant) -> Iterator[None]:
         """Apply the mutant to the copy's source while the block runs."""
-        path = self.root / SOURCE / mutant.file
+        path = find_file(mutant, self.root)
         source = path.read_text("utf-8")
         try:
-            _write(path, mutated(mutant, source))
+            _write(path, mutated(mutant, self.root))
             yield
         finally:
             _write(path, source)
