@@ -26,6 +26,13 @@ from offline import tensorboard_texts
 from train.small import Noisy, make
 
 accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+writers = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+
+
+@pytest.fixture(autouse=True)
+def files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Number files of events from 1: of one second, TensorBoard reads number 10 before number 9."""
+    monkeypatch.setattr(writers, "_global_uid", writers.AtomicCounter(0))
 
 
 class StopAt(Callback):

@@ -1,1 +1,0 @@
-"""Several ranks that train one model together."""
