@@ -45,7 +45,7 @@ def _rebuilt() -> DistributedDataParallel:
 
 
 def _settled() -> DistributedDataParallel:
-    from holdfast.train.parallel.buckets import settle_buckets
+    from holdfast.train.strategies import settle_buckets
 
     wrapped = _rebuilt()
     settle_buckets(wrapped)

@@ -178,13 +178,18 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     "train": (
         (
             "argument_checks",
-            "parallel",
+            "group",
+        ),
+        ("strategies",),
+        ("averages",),
+        (
+            "outputs",
+            "training",
         ),
         (
-            "training",
-            "outputs",
+            "callbacks",
+            "curves",
         ),
-        ("callbacks",),
         (
             "loggers",
             "schedules",
@@ -233,9 +238,8 @@ SPEAKERS = {
     "holdfast.bridges.ignite.run",
     "holdfast.ranks.c10d",
     "holdfast.ranks.exchange",
-    "holdfast.train.parallel.group",
-    "holdfast.train.parallel.options",  # only names the type of a mesh
-    "holdfast.train.parallel.strategies",
+    "holdfast.train.group",
+    "holdfast.train.strategies",
 }
 
 # The package's own lazy table may name everything; whoever drives a whole job may use it.

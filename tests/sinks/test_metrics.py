@@ -20,7 +20,7 @@ from holdfast.sinks import (
     TrackioReferences,
     WandbReferences,
 )
-from holdfast.sinks.measures import INSTRUMENTS
+from holdfast.sinks.metrics import INSTRUMENTS
 from holdfast.testing import Fault, FaultyStore
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "trackers.md").read_text("utf-8")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Training
-from holdfast.train.training import Average
+from holdfast.train.averages import Average
 from holdfast.weights import load_weights
 from train.small import make, network
 

@@ -8,8 +8,7 @@ Each works in a thread of its own: what hangs, is offline or raises there harms 
 from __future__ import annotations
 
 from holdfast.control.reporter import Reporter
-from holdfast.sinks.opentelemetry import OpenTelemetry
-from holdfast.sinks.prometheus import Prometheus
+from holdfast.sinks.metrics import OpenTelemetry, Prometheus
 from holdfast.sinks.trackers import (
     MLflowReferences,
     TensorBoardReferences,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.control.stop import REQUEUE_EXIT_CODE
 from holdfast.train.argument_checks import Counts
+from holdfast.train.averages import SWA
 from holdfast.train.build import for_group
 from holdfast.train.callbacks.early_stopping import CollectGarbage, EarlyStopping, Pruning, StopWhen
 from holdfast.train.callbacks.exporting import ExportModel
@@ -16,6 +17,7 @@ from holdfast.train.callbacks.measuring import (
     SpeedMonitor,
 )
 from holdfast.train.callbacks.registry import HookFailed
+from holdfast.train.curves import Curve, cosine, linear, one_cycle, warmup, wsd
 from holdfast.train.evaluation.predicting import Predictions
 from holdfast.train.evaluation.targets import Validated
 from holdfast.train.evaluation.validation import Downstream, Validation
@@ -27,15 +29,13 @@ from holdfast.train.loggers.default import JsonLines
 from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
 from holdfast.train.outputs import Histogram, Image, Reduced, StepOutput, Table
-from holdfast.train.parallel.options import DDP, FSDP2
-from holdfast.train.schedules.curves import Curve, cosine, linear, one_cycle, warmup, wsd
-from holdfast.train.schedules.stepping import Schedule
+from holdfast.train.schedules import Schedule
+from holdfast.train.step.batches import Limits
 from holdfast.train.step.epoch_metrics import Measured, Perplexity
-from holdfast.train.step.limits import Limits
-from holdfast.train.step.nan_budget import NotFinite
+from holdfast.train.step.numerics import NotFinite, Precision
 from holdfast.train.step.several_optimizers import Control
-from holdfast.train.step.step import Clip, Precision
-from holdfast.train.step.swa import SWA
+from holdfast.train.step.step import Clip
+from holdfast.train.strategies import DDP, FSDP2
 from holdfast.train.trainer import Trainer
 from holdfast.train.training import Counters, Metrics, Training
 

@@ -36,13 +36,15 @@ from holdfast.state.capture.capture import unheld_in
 from holdfast.state.capture.lacking import describe_parameters
 from holdfast.train.argument_checks import asks_for, check_range
 from holdfast.train.callbacks.hooks import Logger
+from holdfast.train.curves import EpochLength
+from holdfast.train.group import ALONE, Group, join_group
 from holdfast.train.loggers.default import JsonLines
 from holdfast.train.loggers.progress import ProgressBar
-from holdfast.train.parallel.group import ALONE, Group, join_group
-from holdfast.train.parallel.options import FSDP2, Name, Strategy
-from holdfast.train.schedules.curves import EpochLength
-from holdfast.train.schedules.stepping import Schedule
-from holdfast.train.step.step import Clip, Numerics
+from holdfast.train.schedules import Schedule
+from holdfast.train.step.batches import length_of
+from holdfast.train.step.numerics import Numerics
+from holdfast.train.step.step import Clip
+from holdfast.train.strategies import FSDP2, Name, Strategy
 
 logger = logging.getLogger("holdfast")
 
@@ -351,10 +353,7 @@ def own_loggers(
 
 def epoch_length(data: Any, accumulate: int) -> EpochLength:
     """Return the length of an epoch, as far as the data tells it and all epochs have the same."""
-    try:
-        num_batches = None if getattr(data, "epochs_vary", False) else len(data) or None
-    except (TypeError, NotImplementedError):
-        num_batches = None
+    num_batches = None if getattr(data, "epochs_vary", False) else length_of(data) or None
     return EpochLength(num_batches=num_batches, accumulate=accumulate)
 
 

@@ -42,10 +42,12 @@ from holdfast.train.argument_checks import (
     check_range,
     checked_every,
 )
+from holdfast.train.averages import SWA, Average, EqualAverage, cast_averages
 from holdfast.train.build import epoch_length, make_schedulers
 from holdfast.train.callbacks.hooks import Callback, Logger
 from holdfast.train.callbacks.measuring import read_numbers
 from holdfast.train.callbacks.registry import Callbacks, HookFailed
+from holdfast.train.curves import EpochLength
 from holdfast.train.evaluation.predicting import Predictions, predict
 from holdfast.train.evaluation.targets import Target, Validated, Which, borrowed, kept_all, select
 from holdfast.train.evaluation.validation import (
@@ -54,48 +56,40 @@ from holdfast.train.evaluation.validation import (
     Validation,
     ValidationPart,
     Validator,
+    WatchedMetricsCheck,
     plans_of,
     size_of,
     undisturbed,
 )
-from holdfast.train.evaluation.watching import WatchedMetricsCheck
-from holdfast.train.fit.best import check_load_best, finder, saves_of_validations
 from holdfast.train.fit.config import config_of, config_of_data
-from holdfast.train.fit.ending import EndReason, FitEnding, Outcome
+from holdfast.train.fit.ending import (
+    EndReason,
+    FitEnding,
+    Outcome,
+    check_load_best,
+    finder,
+    saves_of_validations,
+)
 from holdfast.train.fit.fitting import Fit, TrainerParts
-from holdfast.train.fit.resuming import Resuming
 from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
-from holdfast.train.fit.starting import DryRunManager, NullManager, StartingPoint
+from holdfast.train.fit.starting import DryRunManager, NullManager, Resuming, StartingPoint
 from holdfast.train.fit.tuner import (
     LearningRateCurve,
     TrialSteps,
     find_learning_rate,
 )
 from holdfast.train.outputs import Entry, Histogram, Table, entry_of
-from holdfast.train.parallel.options import Name, Strategy
-from holdfast.train.parallel.strategies import chosen_strategy, parallel_of, recompute
-from holdfast.train.schedules.curves import EpochLength
-from holdfast.train.schedules.stepping import Schedules
+from holdfast.train.schedules import Schedules
+from holdfast.train.step.batches import Limits
 from holdfast.train.step.device_metrics import LazyMetrics, Numbers, RankMeans
 from holdfast.train.step.epoch_metrics import Scores, check_apart
-from holdfast.train.step.limits import Limits
-from holdfast.train.step.loss_weights import Weighing
-from holdfast.train.step.micro_batches import MicroBatches
-from holdfast.train.step.nan_budget import NanBudget
+from holdfast.train.step.micro_batches import MicroBatches, Weighing
+from holdfast.train.step.numerics import NanBudget, Numerics, Precision, checked_precision
 from holdfast.train.step.several_optimizers import SeveralUpdate, UpdateFunction
-from holdfast.train.step.step import (
-    Clip,
-    LossFunction,
-    Numerics,
-    Precision,
-    Update,
-    checked_precision,
-    checked_skips,
-    moved,
-)
-from holdfast.train.step.swa import SWA, EqualAverage
+from holdfast.train.step.step import Clip, LossFunction, Update, checked_skips, moved
 from holdfast.train.step.undo import Boundary, StepUndo, modules_of, small
-from holdfast.train.training import Average, Counters, Metrics, Training, cast_averages
+from holdfast.train.strategies import Name, Strategy, chosen_strategy, parallel_of, recompute
+from holdfast.train.training import Counters, Metrics, Training
 
 logger = logging.getLogger("holdfast")
 

@@ -5,21 +5,19 @@ Counters and average are components of the run: checkpoints hold them and a resu
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import Time, argument_name
-from holdfast.state.capture.edits import StateView, cast_floats
-from holdfast.train.parallel.strategies import local
+from holdfast.train.averages import Average
 
 if TYPE_CHECKING:
     from holdfast.checkpoints import Checkpoints
@@ -245,109 +243,3 @@ def _are_numbers(value: Any) -> bool:
         and all(isinstance(key, str) and isinstance(one, float) for key, one in of.items())
         for name, of in value.items()
     )
-
-
-class Average:
-    """Exponential moving average of a model's weights, in a copy of the model.
-
-    `average = decay * average + (1 - decay) * weight`, for parameters and buffers of floating
-    point; other buffers are copied. The copy is the component `ema`, so that `load_weights` with
-    `component="ema"` gives the averaged weights.
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        """Copy `model`, to average weights in the copy; `model` itself is never changed.
-
-        The copy is in float32, or wider: most updates round to no change in bfloat16 and float16.
-        """
-        if isinstance(decay, bool) or not 0 < decay < 1:
-            raise UsageError(f"ema={decay!r}: must be between 0 and 1, such as 0.999")
-        self.decay = decay
-        self.model = widened(model)
-        """The averaged model, in float32 or wider."""
-        self.cast = AverageInModelDtypes(self.model, model)
-        """The averaged model in the dtypes of the trained one."""
-
-    @torch.no_grad()
-    def start_from_model(self, model: nn.Module) -> None:
-        """Start the average from the current weights of the model."""
-        for average, live in self._pair_tensors(model):
-            average.copy_(live)
-
-    @torch.no_grad()
-    def update_average(self, model: nn.Module) -> None:
-        """Update the average with the current weights of the model."""
-        averages, weights = [], []
-        for average, live in self._pair_tensors(model):
-            if not (average.is_floating_point() or average.is_complex()):
-                average.copy_(live)
-            elif average.dtype == live.dtype:
-                averages.append(average)
-                weights.append(live)
-            else:
-                average.lerp_(live.to(average.dtype), 1 - self.decay)
-        if averages:
-            torch._foreach_lerp_(averages, weights, 1 - self.decay)
-
-    def _pair_tensors(self, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-        return pairs_of(self.model, model)
-
-
-class AverageInModelDtypes:
-    """An averaged model in the dtypes of the trained one, which its batches and losses expect."""
-
-    def __init__(self, average: nn.Module, model: nn.Module) -> None:
-        """Copy `model` if its dtypes are not those of `average`."""
-        self._average = average
-        is_same = all(one.dtype == other.dtype for one, other in pairs_of(average, model))
-        self.model = average if is_same else copy.deepcopy(model).requires_grad_(False).eval()
-        """The module; `update` makes it current."""
-
-    @property
-    def differs(self) -> bool:
-        """Whether the trained model has narrower dtypes than the average."""
-        return self.model is not self._average
-
-    @torch.no_grad()
-    def update(self) -> nn.Module:
-        """Cast the present average into the module, and return it."""
-        if self.differs:
-            for cast, average in pairs_of(self.model, self._average):
-                cast.copy_(average)
-        return self.model
-
-
-def widened(model: nn.Module) -> nn.Module:
-    """Copy a model without gradients, in eval mode; values of less than 32 bits become float32."""
-    known: dict[int, tuple[Tensor, Tensor]] = {}  # shared buffers stay shared
-
-    def widen(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
-            return known.setdefault(id(tensor), (tensor, tensor.float()))[1]
-        return tensor
-
-    copied: nn.Module = copy.deepcopy(model).requires_grad_(False).eval()
-    copied._apply(widen)  # type: ignore[no-untyped-call]
-    return copied
-
-
-def pairs_of(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pair what this rank holds of the parameters and buffers of two models of one structure."""
-    for own, others in (
-        (one.parameters(), other.parameters()),
-        (one.buffers(), other.buffers()),
-    ):
-        for mine, its in zip(own, others, strict=True):
-            yield local(mine), local(its)
-
-
-def cast_averages(view: StateView, averages: Mapping[str, nn.Module]) -> None:
-    """Cast stored averages of bfloat16 or float16, as older versions made, to float32."""
-    for name, module in averages.items():
-        if name in view and (names := cast_floats(view[name], module)):
-            logger.warning(
-                "%s: the checkpoint has %d tensors in less than 32 bits, in which an average moves "
-                "too little; it continues from them in float32",
-                name,
-                len(names),
-            )

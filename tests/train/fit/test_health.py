@@ -16,7 +16,7 @@ from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Training, UnhealthyState
 from holdfast.train.fit.saving import check_health
-from holdfast.train.parallel.group import ALONE
+from holdfast.train.group import ALONE
 from train.small import make
 
 

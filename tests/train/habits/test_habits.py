@@ -37,8 +37,8 @@ from holdfast.train import (
     Validation,
 )
 from holdfast.train.build import device_for
-from holdfast.train.parallel.group import ALONE
-from holdfast.train.step.step import checked_precision
+from holdfast.train.group import ALONE
+from holdfast.train.step.numerics import checked_precision
 from holdfast.weights import load_weights
 from train.small import Noisy, NoLength, make, mean_square, network
 

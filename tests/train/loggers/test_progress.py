@@ -16,7 +16,7 @@ from holdfast import Checkpoints
 from holdfast.data import Loader
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Counts, Metrics, ProgressBar, Trainer, Training, Validation
-from holdfast.train.loggers.text import MAX_ROWS, duration, format_nbytes, short, summary
+from holdfast.train.loggers.progress import MAX_ROWS, duration, format_nbytes, short, summary
 from train.small import Noisy, make
 
 

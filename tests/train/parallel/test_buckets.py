@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distributed.run import run_ranks
-from holdfast.train.parallel.buckets import settle_buckets
+from holdfast.train.strategies import settle_buckets
 
 NUM_RANKS = 3
 

@@ -19,8 +19,8 @@ from holdfast.data import Loader
 from holdfast.errors import UsageError
 from holdfast.launched import Ranks
 from holdfast.train import DDP, FSDP2, Trainer
-from holdfast.train.parallel.group import Group
-from holdfast.train.parallel.strategies import parallel_of
+from holdfast.train.group import Group
+from holdfast.train.strategies import parallel_of
 
 NUM_RANKS = 3
 

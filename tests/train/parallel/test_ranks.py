@@ -48,8 +48,8 @@ from holdfast.train import (
     cosine,
     warmup,
 )
-from holdfast.train.fit import best
-from holdfast.train.parallel.group import join_group
+from holdfast.train.fit import ending
+from holdfast.train.group import join_group
 from holdfast.train.step.device_metrics import Mean, RankMeans, mean_of_ranks
 from marks import diagonal
 
@@ -218,7 +218,7 @@ def go_on_unread(root: Path, lives: list[str], rank: int) -> str:
     for until in lives[:-1]:
         make(root, 2, **options).fit(until)
     if rank == 0:
-        best.catalog_of = fail
+        ending.catalog_of = fail
     try:
         make(root, 2, **options).fit(lives[-1], load_best=True)
     except HoldfastError as error:

@@ -34,8 +34,8 @@ from holdfast.train import (
     Training,
     Validation,
 )
+from holdfast.train.group import ALONE
 from holdfast.train.outputs import picture
-from holdfast.train.parallel.group import ALONE
 from holdfast.train.step.epoch_metrics import Scores
 from holdfast.train.step.undo import Boundary
 from train.small import make

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Metrics, Precision, StepOutput, Training, Validation
-from holdfast.train.parallel.group import ALONE
-from holdfast.train.step.loss_weights import Weighing
-from holdfast.train.step.step import Clip, Numerics, Update
+from holdfast.train.group import ALONE
+from holdfast.train.step.micro_batches import Weighing
+from holdfast.train.step.numerics import Numerics
+from holdfast.train.step.step import Clip, Update
 from train.small import make
 from train.step.test_step import update, weight
 

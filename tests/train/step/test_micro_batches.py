@@ -17,7 +17,7 @@ from holdfast.data import Loader
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Measured, StepOutput, Training
-from holdfast.train.parallel.group import ALONE
+from holdfast.train.group import ALONE
 from holdfast.train.step.micro_batches import MicroBatches
 from train.small import Noisy, make
 from train.step.test_step import update, weight

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from holdfast.data import DataRanks, Loader
 from holdfast.train import SWA, Trainer
+from holdfast.train.averages import EqualAverage
 from holdfast.train.evaluation.validation import Restarting
-from holdfast.train.step.swa import EqualAverage
 
 
 def test_statistics_of_batch_norm_leave_out_a_neighbors_sample() -> None:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from holdfast.errors import UsageError
 from holdfast.train import Callback, Precision
 from holdfast.train.callbacks.registry import Callbacks
-from holdfast.train.parallel.group import ALONE
-from holdfast.train.parallel.strategies import Parallel
+from holdfast.train.group import ALONE
 from holdfast.train.step.batches import Batches
 from holdfast.train.step.device_metrics import Numbers, RankMeans
 from holdfast.train.step.epoch_metrics import Scores
-from holdfast.train.step.loss_weights import Weighing
-from holdfast.train.step.micro_batches import MicroBatches
-from holdfast.train.step.step import Clip, Numerics, Update
+from holdfast.train.step.micro_batches import MicroBatches, Weighing
+from holdfast.train.step.numerics import Numerics
+from holdfast.train.step.step import Clip, Update
+from holdfast.train.strategies import Parallel
 
 
 def update(*callbacks: Callback, **options: Any) -> Update:

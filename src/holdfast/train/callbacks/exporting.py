@@ -19,8 +19,9 @@ from holdfast.errors import UsageError
 from holdfast.sinks.extras import import_extra
 from holdfast.store import open_store
 from holdfast.store.base import Store
+from holdfast.train.averages import AverageInModelDtypes
 from holdfast.train.callbacks.hooks import Logger
-from holdfast.train.training import AverageInModelDtypes, Training
+from holdfast.train.training import Training
 
 logger = logging.getLogger("holdfast")
 

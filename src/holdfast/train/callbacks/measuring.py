@@ -19,7 +19,7 @@ from holdfast.errors import UsageError
 from holdfast.system import peak_nbytes, resident_nbytes
 from holdfast.train.argument_checks import check_range
 from holdfast.train.callbacks.hooks import Callback
-from holdfast.train.parallel.strategies import gather_dtensor
+from holdfast.train.strategies import gather_dtensor
 from holdfast.train.training import Counters, Metrics, Training
 
 Clock = Callable[[], float]

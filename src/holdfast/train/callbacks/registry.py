@@ -14,7 +14,7 @@ from holdfast.errors import HoldfastError, UsageError, listing
 from holdfast.events import Sink
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
 from holdfast.train.callbacks.measuring import read_numbers
-from holdfast.train.parallel.group import Group
+from holdfast.train.group import Group
 from holdfast.train.training import Training
 
 logger = logging.getLogger("holdfast")

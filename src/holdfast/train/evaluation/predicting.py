@@ -25,9 +25,9 @@ from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES
 from holdfast.system import sync
 from holdfast.train.argument_checks import check_range
 from holdfast.train.evaluation.validation import evaluating, undisturbed
-from holdfast.train.parallel.group import Group
-from holdfast.train.parallel.strategies import is_sharded
+from holdfast.train.group import Group
 from holdfast.train.step.step import Update, moved
+from holdfast.train.strategies import is_sharded
 
 _INDEX = "predictions.json"
 _ONLY = "output"

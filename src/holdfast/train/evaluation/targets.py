@@ -31,7 +31,7 @@ from holdfast.state.capture.edits import Edit
 from holdfast.store import is_web, open_store
 from holdfast.store.base import Store
 from holdfast.threads.pools import Threads
-from holdfast.train.parallel.strategies import is_sharded, local
+from holdfast.train.strategies import is_sharded, local
 
 Which = str | int | os.PathLike[str]
 READ_TIMEOUT_S = 1800.0

@@ -28,24 +28,24 @@ from holdfast.state.components import PROGRESS
 from holdfast.state.modules import is_loaded
 from holdfast.train import build
 from holdfast.train.argument_checks import Counts
+from holdfast.train.averages import Average, EqualAverage
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.callbacks.registry import Callbacks, HookFailed
-from holdfast.train.evaluation.validation import TrainerValidations, ValidationPart
-from holdfast.train.evaluation.watching import WatchedMetricsCheck
-from holdfast.train.fit import best
-from holdfast.train.fit.ending import FitEnding, Outcome
-from holdfast.train.fit.resuming import Resuming
+from holdfast.train.evaluation.validation import (
+    TrainerValidations,
+    ValidationPart,
+    WatchedMetricsCheck,
+)
+from holdfast.train.fit.ending import FitEnding, Outcome, load_best_metrics
 from holdfast.train.fit.saving import Saves, StepPosition, StepSaver
+from holdfast.train.fit.starting import Resuming
 from holdfast.train.outputs import Image
-from holdfast.train.schedules.stepping import Schedules
+from holdfast.train.schedules import Schedules
 from holdfast.train.step.batches import Batches
 from holdfast.train.step.device_metrics import LazyMetrics
 from holdfast.train.step.step import Update
-from holdfast.train.step.swa import EqualAverage
 from holdfast.train.step.undo import StepUndo
-from holdfast.train.training import Average, Counters, Metrics
-
-"""Whether a `fit` resumes: if there is a checkpoint, or else not at all, or never."""
+from holdfast.train.training import Counters, Metrics
 
 logger = logging.getLogger("holdfast")
 
@@ -176,7 +176,7 @@ class Fit:
         resumed = found if is_resumed else None
         if is_resumed:
             self._gear.update.parallel.warn_of_inexact_resume()
-        best.load_best_metrics(
+        load_best_metrics(
             self._gear.best, self._gear.checkpoints, resumed, self._manager, self._group
         )
         self._tell(Callback.fit_start)

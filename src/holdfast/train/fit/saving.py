@@ -25,8 +25,8 @@ from holdfast.policy.triggers import Event
 from holdfast.results import PendingSave
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.callbacks.registry import Callbacks
-from holdfast.train.parallel.group import Group
-from holdfast.train.parallel.strategies import local
+from holdfast.train.group import Group
+from holdfast.train.strategies import local
 from holdfast.train.training import Counters, Metrics
 
 logger = logging.getLogger("holdfast")

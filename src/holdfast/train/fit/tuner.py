@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError
 from holdfast.train.argument_checks import check_range
-from holdfast.train.parallel.strategies import local
 from holdfast.train.step.device_metrics import RankMeans
 from holdfast.train.step.step import Update
 from holdfast.train.step.undo import Boundary, small
+from holdfast.train.strategies import local
 
 _DIVERGED = 4.0
 """A loss of so many times the best one ends the search, as in fast.ai's finder."""

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
+from holdfast.train.group import Group
 from holdfast.train.outputs import Reduced, Reduction
-from holdfast.train.parallel.group import Group
 
 logger = logging.getLogger("holdfast")
 

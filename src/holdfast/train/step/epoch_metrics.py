@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
+from holdfast.train.group import Group
 from holdfast.train.outputs import Image, StepOutput, picture
-from holdfast.train.parallel.group import Group
 from holdfast.train.step.device_metrics import convert_metric
 
 logger = logging.getLogger("holdfast")

@@ -18,9 +18,9 @@ from typing_extensions import override
 from holdfast.errors import UsageError
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.outputs import StepOutput
-from holdfast.train.parallel.strategies import gather_dtensor
 from holdfast.train.step.device_metrics import LazyMetrics, Mean, convert_metric
 from holdfast.train.step.step import Clip, LossFunction, Update, moved
+from holdfast.train.strategies import gather_dtensor
 
 Closure = Callable[[], Any]
 UpdateFunction = Callable[["Control", Any], Mapping[str, Any]]

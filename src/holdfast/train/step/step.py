@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +18,11 @@ from holdfast.errors import UsageError
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.callbacks.registry import Callbacks
 from holdfast.train.outputs import Image, StepOutput
-from holdfast.train.parallel.strategies import Parallel, gather_dtensor
 from holdfast.train.step.device_metrics import LazyMetrics, Mean, Numbers, RankMeans, convert_metric
 from holdfast.train.step.epoch_metrics import Scores
-from holdfast.train.step.loss_weights import Weighing
-from holdfast.train.step.micro_batches import MicroBatch, MicroBatches, is_out_of_memory
-from holdfast.train.step.nan_budget import NanBudget
+from holdfast.train.step.micro_batches import MicroBatch, MicroBatches, Weighing, is_out_of_memory
+from holdfast.train.step.numerics import NanBudget, Numerics
+from holdfast.train.strategies import Parallel, gather_dtensor
 
 LossFunction = Callable[[Any, Any], Any]
 """Function of the model and a batch that gives its mean loss, as `StepOutput.of` takes it."""
@@ -281,125 +279,3 @@ def checked_skips(given: Iterable[range]) -> tuple[range, ...]:
         if not isinstance(item, range) or item.step != 1 or not 1 <= item.start < item.stop:
             raise UsageError(f"skip_steps: {item!r} must be a range such as range(100, 110)")
     return ranges
-
-
-Name = Literal["fp32", "bf16", "fp16"]
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_NO_AUTOCAST = nullcontext()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """Precision setting: forward passes run under torch's autocast; weights are not converted."""
-
-    dtype: Name = "fp32"
-    """Type of the forward pass; `fp32` is the model's own, without autocast."""
-    loss_scale: float = 2.0**16
-    """For fp16: factor of the loss, initial if the scale is dynamic."""
-    dynamic: bool = True
-    """Whether the scale is halved after an update that was not finite, and grows."""
-    growth_interval: int = 2000
-    """Finite updates in a row after which a dynamic scale doubles."""
-
-    def __post_init__(self) -> None:
-        if self.dtype not in get_args(Name):
-            raise UsageError(f"precision: dtype={self.dtype!r} must be one of {get_args(Name)}")
-        if not 0 < self.loss_scale < float("inf"):
-            raise UsageError(f"precision: loss_scale={self.loss_scale!r} must be above zero")
-        if not self.growth_interval >= 1:
-            raise UsageError(f"precision: growth_interval={self.growth_interval!r}: at least 1")
-
-
-class Numerics:
-    """Applies a `Precision` on one type of device, with autocast and loss scaling.
-
-    The scaler of fp16 skips an update whose gradients are not finite; for counters and schedulers
-    it is a step like any other.
-    """
-
-    def __init__(self, precision: Precision, device_type: str) -> None:
-        self.precision = precision
-        self._device_type = device_type
-        self._dtype = _DTYPES.get(precision.dtype)
-        self.scaler: torch.amp.GradScaler | None = None
-        """Scaler of the loss for fp16, a component of the state; its step waits for the device."""
-        if precision.dtype == "fp16":
-            self.scaler = torch.amp.GradScaler(
-                device_type,
-                init_scale=precision.loss_scale,
-                growth_interval=precision.growth_interval,
-            )
-        self._is_unscaled = False
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context manager for a forward pass."""
-        if self._dtype is None:
-            return _NO_AUTOCAST
-        return torch.autocast(self._device_type, dtype=self._dtype)
-
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass of a loss, scaled if there is a scaler."""
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
-        scaled.backward()  # type: ignore[no-untyped-call]
-
-    def outside(self) -> AbstractContextManager[Any]:
-        """Return a context without autocast, for a backward pass or a step within `autocast`."""
-        if self._dtype is None:
-            return _NO_AUTOCAST
-        return torch.autocast(self._device_type, enabled=False)
-
-    def reset_loss_scaler(self) -> None:
-        """Make the loss scaler forget an update that an error has interrupted."""
-        if self.scaler is not None and self._is_unscaled:
-            self.scaler.update(self.scaler.get_scale())
-            self._is_unscaled = False
-
-    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer by the loss scale, if there is a scaler."""
-        if self.scaler is not None:
-            self._is_unscaled = True
-            self.scaler.unscale_(optimizer)
-
-    def step_optimizer(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
-    ) -> Any:
-        """Step an optimizer, unless the scaler finds that its gradients are not finite."""
-        if self.scaler is not None:
-            return self.scaler.step(optimizer)
-        return optimizer.step() if closure is None else optimizer.step(closure)
-
-    def end_step(self) -> None:
-        """Adapt the loss scale, when all optimizers of a step have stepped."""
-        if self.scaler is not None and self._is_unscaled:
-            self.scaler.update(None if self.precision.dynamic else self.precision.loss_scale)
-            self._is_unscaled = False
-
-
-_MEANT: dict[str, Name] = {
-    **dict.fromkeys(("32", "32-true", "float32", "no", "amp_fp32"), "fp32"),
-    **dict.fromkeys(("bf16-mixed", "bfloat16", "amp_bf16"), "bf16"),
-    **dict.fromkeys(("16", "16-mixed", "fp16-mixed", "float16", "amp_fp16"), "fp16"),
-}
-"""Names of other libraries (Lightning, Accelerate, Composer) for the same precisions."""
-
-
-def checked_precision(value: str | int | Precision) -> Precision:
-    """Convert an argument to a `Precision`; names of other libraries are understood."""
-    if isinstance(value, Precision):
-        return value
-    if isinstance(value, bool) or not isinstance(value, str | int):
-        raise UsageError(f"precision={value!r}: must be one of {get_args(Name)} or a Precision")
-    name = str(value)
-    if name in ("bf16-true", "16-true", "64", "64-true"):
-        raise UsageError(
-            f"precision={value!r}: the Trainer does not convert weights: give the model in that "
-            'type, such as model.to(torch.bfloat16), with precision="fp32"'
-        )
-    known = _MEANT.get(name, name)
-    if known not in get_args(Name):
-        raise UsageError(
-            f"precision={value!r}: must be one of {get_args(Name)}, a Precision, or one of "
-            f"{', '.join(_MEANT)}"
-        )
-    return Precision(dtype=known)  # type: ignore[arg-type]
