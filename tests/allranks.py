@@ -12,8 +12,14 @@ from typing_extensions import override
 
 from holdfast.errors import Disconnected
 from holdfast.manager import CheckpointManager
-from holdfast.ranks.coordinator import Collected, Coordinator, Exchange, RankFailure, RankTransfer
-from holdfast.ranks.waiting import Watch
+from holdfast.ranks.coordinator import (
+    Collected,
+    Coordinator,
+    Exchange,
+    RankFailure,
+    RankTransfer,
+    Watch,
+)
 from holdfast.testing.faulty import Stopped
 from holdfast.testing.ranks import ThreadCoordinator
 

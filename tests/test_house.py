@@ -136,13 +136,13 @@ PROSE = (
 # Of a small model with an optimizer, in one process, in a local folder. Threads make the lines
 # differ by a few from run to run.
 RUNS = (
-    Limit("CheckpointManager(…): modules run", 72, _FEWER_PARTS),
+    Limit("CheckpointManager(…): modules run", 67, _FEWER_PARTS),
     Limit("CheckpointManager(…): lines run", 1_150, _FEWER_PARTS),
-    Limit("first save: modules run", 94, _FEWER_PARTS),
+    Limit("first save: modules run", 88, _FEWER_PARTS),
     Limit("first save: lines run", 3_330, _FEWER_PARTS),
-    Limit("later save: modules run", 86, _FEWER_PARTS),
+    Limit("later save: modules run", 82, _FEWER_PARTS),
     Limit("later save: lines run", 2_490, _FEWER_PARTS),
-    Limit("resume: modules run", 91, _FEWER_PARTS),
+    Limit("resume: modules run", 86, _FEWER_PARTS),
     Limit("resume: lines run", 3_130, _FEWER_PARTS),
 )
 

@@ -51,21 +51,13 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     "threads": (
         (
             "buffers",
-            "gc_pause",
             "progress",
-            "workers",
         ),
-        ("pools",),
+        ("workers",),
     ),
     "ranks": (
-        (
-            "callthreads",
-            "heartbeats",
-            "waiting",
-        ),
         ("coordinator",),
         (
-            "alone",
             "exchange",
             "messages",
         ),
@@ -112,12 +104,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "saving": (
         (
-            "environment",
-            "hooks",
             "links",
-            "numerics",
-            "packing",
-            "positions",
             "probe",
             "progress_counters",
             "shard_plan",
@@ -126,7 +113,6 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
         (
             "compression",
-            "free_space",
             "participants",
             "script_warnings",
             "settings_history",
@@ -227,7 +213,6 @@ WITHOUT_TORCH_MODULES = (
     "holdfast.interop.importing",
     "holdfast.interop.opening",
     "holdfast.interop.reading",
-    "holdfast.ranks.alone",
     "holdfast.ranks.messages",
     "holdfast.state.patterns",
     "holdfast.testing.ranks",

@@ -19,6 +19,7 @@ import torch
 
 import warm
 from holdfast import SideSaver, Tiered, errors
+from holdfast.checkpoints import StateHooks
 from holdfast.format import layout
 from holdfast.format.records import Retired
 from holdfast.manager import CheckpointManager
@@ -30,7 +31,6 @@ from holdfast.policy.savers import SavePolicy
 from holdfast.root.catalog import Catalog
 from holdfast.saving import save as save_module
 from holdfast.saving import saver
-from holdfast.saving.hooks import StateHooks
 from holdfast.staging.arena import Arena
 from holdfast.staging.in_memory import ImageTransfer
 from holdfast.staging.interfaces import Staged

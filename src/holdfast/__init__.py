@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from holdfast import sinks as sinks
     from holdfast import train as train
     from holdfast.checkpoints import Checkpoints as Checkpoints
+    from holdfast.checkpoints import StateHooks as StateHooks
     from holdfast.control.on_commit import OnCommit as OnCommit
     from holdfast.control.stop import Stop as Stop
     from holdfast.format.codec import Compression as Compression
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from holdfast.policy.triggers import When as When
     from holdfast.results import Checkpoint as Checkpoint
     from holdfast.results import PendingSave as PendingSave
-    from holdfast.saving.hooks import StateHooks as StateHooks
     from holdfast.state.components import PerRank as PerRank
     from holdfast.store.local.store import LocalStore as LocalStore
     from holdfast.store.memory import MemoryStore as MemoryStore
@@ -87,7 +87,7 @@ _HOMES = {
     "RemoteStore": "holdfast.store.remote.store",
     "SavePolicy": "holdfast.policy.savers",
     "SideSaver": "holdfast.policy.savers",
-    "StateHooks": "holdfast.saving.hooks",
+    "StateHooks": "holdfast.checkpoints",
     "Stop": "holdfast.control.stop",
     "Tiered": "holdfast.ownership.tiered_options",
     "Time": "holdfast.policy.clock",

@@ -1,9 +1,9 @@
-"""`Checkpoints`: record of the options of a run's checkpoints, among them the root."""
+"""Options of a run's checkpoints, among them the root: `Checkpoints`, and hooks: `StateHooks`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ from holdfast.control.on_commit import CommitFunction, OnCommit, commands_of
 from holdfast.errors import UsageError
 from holdfast.events import Sink, log_event
 from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.manifest import Timestamp
 from holdfast.keys import Encryption
 from holdfast.ownership.tiered_options import Tiered, TierRules
 from holdfast.policy.best import BestRule, best_rules_of
@@ -22,8 +23,10 @@ from holdfast.policy.rules import number_of_bytes
 from holdfast.policy.savers import SavePolicy, SideSaver
 from holdfast.policy.schedule import policies_of
 from holdfast.policy.triggers import SaveFunction, Trigger
+from holdfast.results import PendingSave
 from holdfast.saving.compression import Compress, check_choices, resolve_compress
 from holdfast.staging.overlap import Mode
+from holdfast.state.capture.edits import StateView
 from holdfast.store.base import Store
 
 OnExisting = Literal["keep", "replace", "error"]
@@ -185,3 +188,34 @@ def best_rules(checkpoints: Checkpoints) -> tuple[BestRule, ...]:
         return ()
     rules = TierRules.combine_rules(checkpoints.root, checkpoints.keep, checkpoints.savers)
     return best_rules_of((rules.remote, rules.local), checkpoints.savers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateHooks:
+    """Callbacks that a manager calls around each save and load, in the caller's thread.
+
+    An error of a callback is raised by the manager's call, before anything is written or applied.
+    """
+
+    before_save: Callable[[Timestamp, Mapping[str, float]], Sequence[str] | None] | None = None
+    """Called before the state is read, with the timestamp and the metrics of the save. It returns
+    reasons not to resume from this state, which are recorded, and raises `SaveSkipped` to skip the
+    save."""
+    edit_save: Callable[[StateView], None] | None = None
+    """Called to change what will be stored, through a view that cannot reach the live state."""
+    save_begun: Callable[[PendingSave], None] | None = None
+    """Called once the state was copied, with the save under way."""
+    edit_load: Callable[[StateView], None] | None = None
+    """Called to change what will be applied, before it is checked against the live state."""
+    one_sided: Callable[[str], bool] | None = None
+    """Called with the name of each component that only the state or only the checkpoint has.
+
+    True: a load leaves a component of the state as it is, or does not load one of the checkpoint,
+    and a warning is logged. A component that a checkpoint omitted, or that was dropped from it, is
+    not new."""
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            hook = getattr(self, item.name)
+            if hook is not None and not callable(hook):
+                raise UsageError(f"hooks: {item.name}={hook!r} cannot be called")

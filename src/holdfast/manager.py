@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from holdfast.arguments import check_arguments, escaped
-from holdfast.checkpoints import Checkpoints, OnExisting
+from holdfast.checkpoints import Checkpoints, OnExisting, StateHooks
 from holdfast.checkpoints import best_rules as best_saves_of
 from holdfast.control import exits
 from holdfast.control.external_events import SaveRequests, outside_of
@@ -67,23 +67,19 @@ from holdfast.policy.texts import policy_of
 from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.ranks.chosen import GroupAlarm, coordinator_of
-from holdfast.ranks.coordinator import Coordinator
-from holdfast.ranks.waiting import Processes
+from holdfast.ranks.coordinator import Coordinator, Processes
 from holdfast.replication.mirror import ownership
 from holdfast.results import Checkpoint, CheckpointList, PendingSave, build_checkpoint, parse_seen
 from holdfast.root.catalog import Entry
 from holdfast.saving.call_counter import Calls, count_calls
 from holdfast.saving.compression import Compress, Compressing, resolve_compress
 from holdfast.saving.distributed import DistributedSaves
-from holdfast.saving.environment import environment
-from holdfast.saving.hooks import StateHooks
-from holdfast.saving.numerics import differences, numerics
 from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.progress_counters import Counters, ProgressClock
 from holdfast.saving.save import SaveRequest
 from holdfast.saving.saver import Saver
 from holdfast.saving.script_warnings import ScriptWarnings
-from holdfast.saving.settings_history import SettingsHistory
+from holdfast.saving.settings_history import SettingsHistory, differences, numerics
 from holdfast.saving.step_boundary import StepBoundary
 from holdfast.saving.validated import ValidatedSaves
 from holdfast.staging.device import refuse_capture
@@ -95,7 +91,8 @@ from holdfast.state.components import RNG, check_state, marked, refuse_fsdp1, un
 from holdfast.state.modules import is_loaded
 from holdfast.state.patterns import convert_names
 from holdfast.store.base import Store
-from holdfast.threads.gc_pause import collector_paused
+from holdfast.threads.buffers import collector_paused
+from holdfast.version import environment
 
 _UPLOADS_END_S = 6.0
 """Time that a stop's grace keeps for ending the uploads under way, and for releasing the run."""

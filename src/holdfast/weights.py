@@ -32,7 +32,7 @@ from holdfast.state.modules import note_loaded
 from holdfast.state.patterns import Entries, convert_names
 from holdfast.state.planning.copying import bytes_of
 from holdfast.store.base import Store
-from holdfast.threads.pools import Threads
+from holdfast.threads.workers import Threads
 
 AVERAGES = ("ema", "swa")
 """Components of averages, which are kept in float32 and are loaded into models of any dtype."""

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.cli.roots import Result, folder_of
 
+from holdfast.checkpoints import StateHooks
 from holdfast.policy.rules import All, Last
 from holdfast.policy.savers import SideSaver
-from holdfast.saving.hooks import StateHooks
 from runs import new_run
 
 Command = Callable[..., Result]

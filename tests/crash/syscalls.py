@@ -43,9 +43,9 @@ from holdfast.maintenance.gc import collect_garbage
 from holdfast.manager import CheckpointManager
 from holdfast.ownership import deletion
 from holdfast.root.catalog import Catalog
-from holdfast.saving.environment import environment
 from holdfast.store.local import LocalStore
 from holdfast.threads.workers import Workers
+from holdfast.version import environment
 from runs import begun
 from ways import PLAIN, WAYS, Tiny, Trained, Way, save_and_go_on
 

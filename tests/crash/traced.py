@@ -30,8 +30,8 @@ from holdfast.ownership import deletion
 from holdfast.root import commit as commit_module
 from holdfast.root.catalog import Catalog
 from holdfast.saving import save as save_module
-from holdfast.saving.environment import environment
 from holdfast.store.local import LocalStore
+from holdfast.version import environment
 from runs import begun
 from ways import PLAIN, WAYS, Trained, Way, save_and_go_on
 

@@ -27,7 +27,7 @@ from holdfast import CheckpointManager, errors, manager
 from holdfast.control import exits
 from holdfast.events import Event
 from holdfast.maintenance.verify import verify
-from holdfast.ranks import c10d, waiting
+from holdfast.ranks import c10d, coordinator
 from holdfast.ranks.c10d import C10d
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import BlockWriter, Buffer, WrappedStore
@@ -233,7 +233,8 @@ def save_beside_one_that_is(how: signal.Signals, odd: int, root: Path, rank: int
 
     A warning that names it lets it go on, if it is stopped.
     """
-    c10d.LOOK_S, waiting.FIRST_S = 0.2, 0.5
+    c10d.LOOK_S = 0.2
+    c10d.FIRST_S = coordinator.FIRST_S = 0.5
     pids = root.parent / f"pid{odd}"
 
     def hear(event: Event) -> None:

@@ -25,9 +25,8 @@ from holdfast.format.manifest import Aborted
 from holdfast.keys import PrivateKey, SecretKey, ServiceKey
 from holdfast.maintenance.rotate_keys import rotate
 from holdfast.maintenance.verify import verify_root
-from holdfast.ranks.alone import SingleProcess
-from holdfast.ranks.coordinator import Collected, Coordinator, RankFailure
-from holdfast.ranks.waiting import Watch
+from holdfast.ranks.chosen import SingleProcess
+from holdfast.ranks.coordinator import Collected, Coordinator, RankFailure, Watch
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import mark_aborted
 from holdfast.store.base import Store

@@ -28,7 +28,7 @@ from holdfast.root.catalog import Catalog
 from holdfast.state.geometry import Box, Span, boxes_of, packed
 from holdfast.state.shards import LocalShards
 from holdfast.store.local import LocalStore
-from holdfast.threads.pools import Threads
+from holdfast.threads.workers import Threads
 from holdfast.weights import load_weights
 
 VALUES = {

@@ -16,7 +16,7 @@ from allranks import Breaking, Member, all_of, on_ranks, save_on
 from holdfast import Checkpoints, Encryption, PerRank, errors
 from holdfast.keys import SecretKey
 from holdfast.loading import distributed as together_module
-from holdfast.ranks.alone import SingleProcess
+from holdfast.ranks.chosen import SingleProcess
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store

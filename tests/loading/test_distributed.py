@@ -11,10 +11,10 @@ import torch
 
 from allranks import Breaking, Member, all_of, on_ranks, save_on
 from holdfast import errors
-from holdfast.ranks.alone import SingleProcess
+from holdfast.checkpoints import StateHooks
+from holdfast.ranks.chosen import SingleProcess
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.root.catalog import Catalog
-from holdfast.saving.hooks import StateHooks
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from holdfast.checkpoints import StateHooks
 from holdfast.errors import (
     CorruptData,
     HoldfastError,
@@ -21,7 +22,6 @@ from holdfast.format.blocks import block_digest
 from holdfast.loading.search import LoadOptions
 from holdfast.maintenance.retention import Deleter
 from holdfast.policy.rules import All, Last
-from holdfast.saving.hooks import StateHooks
 from holdfast.state.capture.edits import StateView
 from holdfast.store import open_store
 from holdfast.weights import load_weights

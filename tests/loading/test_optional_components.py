@@ -21,7 +21,7 @@ from holdfast.loading.search import CheckpointSearch, LoadOptions
 from holdfast.root.catalog import Catalog
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import FaultyStore
-from holdfast.threads.pools import Threads
+from holdfast.threads.workers import Threads
 from runs import Recorder, Run, new_run
 
 SEALS = Encryption(keys=SecretKey(bytes(range(32))))

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from holdfast import SideSaver, errors
+from holdfast.checkpoints import StateHooks
 from holdfast.format.manifest import Deleted, Timestamp
 from holdfast.maintenance.prune import preview
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import All, Last
 from holdfast.root.catalog import Catalog
-from holdfast.saving.hooks import StateHooks
 from holdfast.state.capture.edits import StateView
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore

@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 )
 
 from holdfast import errors
+from holdfast.checkpoints import StateHooks
 from holdfast.events import Event
 from holdfast.maintenance.retention import candidate, plan_retention
 from holdfast.manager import CheckpointManager
@@ -31,7 +32,6 @@ from holdfast.policy.rule import Candidate, Rule
 from holdfast.policy.rules import All, Best, ByClass, Daily, EveryNth, Last, Within
 from holdfast.policy.savers import SideSaver, combined_rule
 from holdfast.root.catalog import Catalog, Entry
-from holdfast.saving.hooks import StateHooks
 from holdfast.state.capture.edits import StateView
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore

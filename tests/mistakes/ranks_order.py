@@ -25,7 +25,7 @@ LIMIT_S = 0.6
 def impatient() -> Iterator[None]:
     """Ranks wait for moments only."""
     with (
-        mock.patch("holdfast.ranks.waiting.FIRST_S", 0.1),
+        mock.patch("holdfast.ranks.coordinator.FIRST_S", 0.1),
         mock.patch("holdfast.saving.distributed.GRACE_S", 0.2),
         mock.patch("holdfast.loading.distributed.GRACE_S", 0.2),
     ):

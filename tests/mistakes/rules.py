@@ -11,7 +11,7 @@ from tests.mistakes.user import User
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import holdfast
-from holdfast.saving.hooks import StateHooks
+from holdfast.checkpoints import StateHooks
 from holdfast.train import EarlyStopping, Schedule
 
 RULES = Theme("Metrics, rollbacks and settings")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.events import Emitter, Event
-from holdfast.ranks.alone import SingleProcess
-from holdfast.ranks.chosen import coordinator_of
+from holdfast.ranks.chosen import SingleProcess, coordinator_of
 from holdfast.testing import ThreadCoordinator
 
 

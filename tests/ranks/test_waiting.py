@@ -13,12 +13,11 @@ import torch.distributed as dist
 from holdfast.errors import DeadlineExceeded, RanksFailed, RanksSilent
 from holdfast.events import Emitter, Event
 from holdfast.format.records import Process
-from holdfast.ranks import c10d, chosen, waiting
+from holdfast.ranks import c10d, chosen, coordinator
 from holdfast.ranks.c10d import C10d
 from holdfast.ranks.chosen import GroupAlarm
-from holdfast.ranks.coordinator import RankFailure
-from holdfast.ranks.heartbeats import Silences
-from holdfast.ranks.waiting import Processes, Watch
+from holdfast.ranks.coordinator import Processes, RankFailure, Watch
+from holdfast.ranks.messages import Silences
 from ranks.together import PATIENCE_S, Server, client, coordinators, in_thread, until
 
 KINDS = ("threads", "encrypted", "tcp")
@@ -27,7 +26,8 @@ KINDS = ("threads", "encrypted", "tcp")
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look, and warn, after moments."""
-    monkeypatch.setattr(waiting, "FIRST_S", 0.05)
+    monkeypatch.setattr(coordinator, "FIRST_S", 0.05)
+    monkeypatch.setattr(c10d, "FIRST_S", 0.05)
     monkeypatch.setattr(c10d, "LOOK_S", 0.02)
     monkeypatch.setattr(c10d, "BEAT_S", 0.01)
 
@@ -116,7 +116,7 @@ def test_warnings_come_at_growing_intervals() -> None:
         watch.warn_of_late_ranks(watch.next_s, {1: "rank 1"})
     assert due == [0.05, 0.15, 0.45]
     assert len(heard.texts) == 3
-    assert Watch(heard, "save of step 1").next_s == waiting.ANSWER_S
+    assert Watch(heard, "save of step 1").next_s == coordinator.ANSWER_S
 
 
 def met(

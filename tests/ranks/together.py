@@ -18,8 +18,8 @@ import torch.distributed as dist
 from children import Child
 from holdfast.encryption.messages import encrypted
 from holdfast.keys import Encryption, SecretKey
-from holdfast.ranks.alone import SingleProcess
 from holdfast.ranks.c10d import C10d
+from holdfast.ranks.chosen import SingleProcess
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.testing import ThreadCoordinator
 

@@ -13,7 +13,7 @@ from allranks import Member, all_of, on_ranks, save_on
 from holdfast import CachedStore, Encryption, Last, Tiered, errors
 from holdfast.encryption.store import sealing
 from holdfast.keys import SecretKey
-from holdfast.ranks.alone import SingleProcess
+from holdfast.ranks.chosen import SingleProcess
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore

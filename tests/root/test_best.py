@@ -57,7 +57,7 @@ def test_values_that_are_not_finite_do_not_count(tmp_path: Path) -> None:
 
 
 def test_an_unhealthy_state_is_never_the_best(tmp_path: Path) -> None:
-    from holdfast.saving.hooks import StateHooks
+    from holdfast.checkpoints import StateHooks
 
     hooks = StateHooks(before_save=lambda now, metrics: ["broken"] if now.step == 1 else [])
     assert saved(tmp_path, {"loss": 1.0}, {"loss": 2.0}, hooks=hooks)("best:loss") == 2

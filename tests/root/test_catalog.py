@@ -15,7 +15,7 @@ from holdfast.policy.rules import All, Last
 from holdfast.root.catalog import Catalog
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import FaultyStore
-from holdfast.threads.pools import Threads
+from holdfast.threads.workers import Threads
 from runs import ReadsNoted, Recorder, begun, new_run, retracted
 
 

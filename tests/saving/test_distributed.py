@@ -18,7 +18,7 @@ from holdfast import (
     SideSaver,
     errors,
 )
-from holdfast.checkpoints import MIN_BUDGET
+from holdfast.checkpoints import MIN_BUDGET, StateHooks
 from holdfast.control.save_requests import answer_to, put_save_request
 from holdfast.errors import SaveFailed, SaveSkipped
 from holdfast.format import index
@@ -29,7 +29,6 @@ from holdfast.policy.savers import Due
 from holdfast.root.catalog import Catalog
 from holdfast.saving import distributed as together_module
 from holdfast.saving import saver
-from holdfast.saving.hooks import StateHooks
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore

@@ -7,8 +7,7 @@ import socket
 import pytest
 from typing_extensions import override
 
-from holdfast.saving.free_space import lack_of_room
-from holdfast.saving.probe import ProbeResult, SaveSize
+from holdfast.saving.probe import ProbeResult, SaveSize, lack_of_room
 from holdfast.store.base import FreeSpace
 from holdfast.store.memory import MemoryStore
 

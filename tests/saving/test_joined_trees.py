@@ -12,7 +12,7 @@ from allranks import Member, all_of, on_ranks
 from holdfast import errors
 from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
-from holdfast.ranks.alone import SingleProcess
+from holdfast.ranks.chosen import SingleProcess
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.root.catalog import Catalog
 from holdfast.store.memory import MemoryStore

@@ -14,7 +14,7 @@ from typing_extensions import override
 from allranks import Member, all_of, on_ranks
 from holdfast import CheckpointManager, PerRank, errors, load_weights
 from holdfast.maintenance.verify import verify
-from holdfast.ranks.alone import SingleProcess
+from holdfast.ranks.chosen import SingleProcess
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.root.catalog import Catalog
 from holdfast.store.memory import MemoryStore

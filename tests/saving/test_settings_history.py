@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from holdfast import CheckpointManager
+from holdfast.checkpoints import StateHooks
 from holdfast.errors import ManagerUnusable, UsageError
 from holdfast.format.manifest import Change, Timestamp
 from holdfast.policy.triggers import Metrics
 from holdfast.root.catalog import Catalog
-from holdfast.saving.hooks import StateHooks
 from holdfast.saving.settings_history import MAX_LIVES, SettingsHistory, as_text
 from holdfast.store.memory import MemoryStore
 from runs import Recorder, new_run

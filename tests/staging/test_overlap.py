@@ -639,7 +639,7 @@ def test_what_a_hook_replaces_in_the_checkpoint_does_not_overlap(
     tmp_path: Path, gate: Gate
 ) -> None:
     """What an edit assigns may be anything, and is staged at once."""
-    from holdfast.saving.hooks import StateHooks
+    from holdfast.checkpoints import StateHooks
 
     model = new_model()
     optimizer = adam(model)

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast import errors
 from holdfast.threads import workers
-from holdfast.threads.pools import NUM_AHEAD, Threads, Use
+from holdfast.threads.workers import NUM_AHEAD, Threads, Use
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from holdfast.checkpoints import Checkpoints, best_rules
+from holdfast.checkpoints import Checkpoints, StateHooks, best_rules
 from holdfast.errors import RanksFailed, UsageError
 from holdfast.events import Emitter, log_event, without_secrets
 from holdfast.keys import Encryption
@@ -17,7 +17,6 @@ from holdfast.launched import present_ranks
 from holdfast.manager import CheckpointManager
 from holdfast.ranks.coordinator import LEADER, RankFailure
 from holdfast.results import Checkpoint
-from holdfast.saving.hooks import StateHooks
 from holdfast.state import generators
 from holdfast.state.components import OF_TRAINERS
 from holdfast.store.base import Store

@@ -16,7 +16,7 @@ from typing import Any
 
 from holdfast.bridges.naming import left_out, name_components
 from holdfast.bridges.parts import is_leader, needs_library, say_start, taking_over
-from holdfast.checkpoints import Checkpoints
+from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.control.stop import Stop
 from holdfast.data.loader import Loader
 from holdfast.data.stream import Stream
@@ -25,7 +25,6 @@ from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
 from holdfast.results import Checkpoint
-from holdfast.saving.hooks import StateHooks
 from holdfast.state.components import TRAINER, PerRank
 
 with needs_library("torchtitan", "torchtitan"):

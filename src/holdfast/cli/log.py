@@ -23,7 +23,7 @@ from holdfast.maintenance.recorded_costs import Ending, ending_of
 from holdfast.policy.clock import span
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.store.base import Store
-from holdfast.threads.gc_pause import collector_paused
+from holdfast.threads.buffers import collector_paused
 
 ENDINGS: Mapping[Ending, str] = {
     "failed": "crashed or killed",

@@ -28,7 +28,7 @@ from holdfast.ownership.leases import FoundLease, find_leases
 from holdfast.ownership.process import liveness
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.store.base import Store
-from holdfast.threads.gc_pause import collector_paused
+from holdfast.threads.buffers import collector_paused
 
 MAX_METRICS = 3
 """Most metrics of a checkpoint for people; JSON has all."""

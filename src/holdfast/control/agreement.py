@@ -16,8 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.errors import HoldfastError, RanksError, RanksSilent
-from holdfast.ranks.coordinator import Coordinator, RankFailure, decode_message
-from holdfast.ranks.waiting import Watch
+from holdfast.ranks.coordinator import Coordinator, RankFailure, Watch, decode_message
 
 T = TypeVar("T")
 

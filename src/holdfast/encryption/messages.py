@@ -34,9 +34,9 @@ from holdfast.ranks.coordinator import (
     Coordinator,
     Exchange,
     RankFailure,
+    Watch,
     decode_message,
 )
-from holdfast.ranks.waiting import Watch
 
 _OPENING = "opening the key of the ranks' messages"
 _ENCRYPTED = "an encrypted message, which a rank without `encrypt` cannot read"

@@ -33,7 +33,6 @@ from holdfast.keys import Encryption
 from holdfast.policy.naming import DEFAULT_LABEL
 from holdfast.results import Checkpoint, Phase, build_checkpoint
 from holdfast.root.catalog import Catalog
-from holdfast.saving.environment import environment
 from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.save import SaveRequest, write
 from holdfast.staging.interfaces import Staged, StagedContent, StagingTransfer
@@ -42,6 +41,7 @@ from holdfast.staging.pool import Pool, PooledContent
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.threads.workers import Workers
+from holdfast.version import environment
 
 MAX_RECORDED = 1000
 """Most values left out that a manifest names."""

@@ -27,7 +27,7 @@ from holdfast.saving.save import Tools, clean_up
 from holdfast.staging.pool import Pool
 from holdfast.store import open_store
 from holdfast.store.base import Store
-from holdfast.threads.pools import Threads
+from holdfast.threads.workers import Threads
 
 POOL_NBYTES = 16 * BLOCK_NBYTES
 """Host memory for the blocks that are copied, hashed and written at a time."""

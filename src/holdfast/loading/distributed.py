@@ -32,8 +32,7 @@ from holdfast.loading.broadcast_plan import BlockTurn, Runs, Sharing, turns_of
 from holdfast.loading.search import CheckpointSearch, LoadCandidate, LoadOptions, Search
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
-from holdfast.ranks.coordinator import GRACE_S, Coordinator, RankFailure, decode_message
-from holdfast.ranks.waiting import Watch
+from holdfast.ranks.coordinator import GRACE_S, Coordinator, RankFailure, Watch, decode_message
 from holdfast.root.catalog import Entry
 from holdfast.store.base import Store
 

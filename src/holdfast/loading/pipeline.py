@@ -29,7 +29,7 @@ from holdfast.loading.plan import BlockId, BlockRead, ReadPlan, Segment
 from holdfast.staging.device import pin
 from holdfast.store.base import Store
 from holdfast.threads.buffers import Buffers
-from holdfast.threads.pools import Threads, Use
+from holdfast.threads.workers import Threads, Use
 
 
 class _PinnedBuffer:

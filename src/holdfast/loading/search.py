@@ -52,7 +52,7 @@ from holdfast.state.capture.edits import Edit, EditedLoad, edited_load
 from holdfast.state.planning.copying import Stored
 from holdfast.state.selection import Selection
 from holdfast.store.base import Store
-from holdfast.threads.pools import Threads
+from holdfast.threads.workers import Threads
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Unhealthy = Literal["avoid", "accept"]

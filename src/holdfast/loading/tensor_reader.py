@@ -34,7 +34,7 @@ from holdfast.staging.arena import Arena
 from holdfast.state.planning.copying import Stored, UnreadTensor, bytes_of, copy_tensors, is_plain
 from holdfast.state.shards import LocalShards
 from holdfast.store.base import Store
-from holdfast.threads.pools import Threads
+from holdfast.threads.workers import Threads
 
 Held: TypeAlias = Mapping[str, Mapping[str, LocalShards]]
 """By component and key the boxes of a tensor that are needed."""

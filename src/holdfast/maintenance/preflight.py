@@ -41,8 +41,7 @@ from holdfast.policy.rules import recorded_time
 from holdfast.ranks.coordinator import LEADER
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import put_once, remove_scratch
-from holdfast.saving.free_space import lack_of_room
-from holdfast.saving.probe import Ask, ProbeResult, SaveSize, nobody
+from holdfast.saving.probe import Ask, ProbeResult, SaveSize, lack_of_room, nobody
 from holdfast.store.base import Store
 from holdfast.threads.workers import Workers, gather_results
 

@@ -42,7 +42,7 @@ from holdfast.root.catalog import Catalog
 from holdfast.root.documents import is_own_mark, read_document
 from holdfast.store.base import Store
 from holdfast.threads.buffers import Buffers
-from holdfast.threads.pools import NUM_AHEAD, Threads
+from holdfast.threads.workers import NUM_AHEAD, Threads
 
 T = TypeVar("T")
 Progress: TypeAlias = Callable[[str, int, int], None]

@@ -51,31 +51,39 @@ from holdfast.errors import (
 )
 from holdfast.format.records import Process
 from holdfast.launched import present_ranks
-from holdfast.ranks import waiting
-from holdfast.ranks.callthreads import CallThreads
 from holdfast.ranks.coordinator import (
+    FIRST_S,
     GRACE_S,
     KEPT_S,
     LEADER,
+    LOOK_S,
     NUM_KEPT_ROUNDS,
     Collected,
     Coordinator,
     Exchange,
+    Processes,
     RankFailure,
+    Watch,
     decode_message,
+    describe_process,
+    describe_rank,
 )
 from holdfast.ranks.exchange import GroupExchange
-from holdfast.ranks.heartbeats import BEAT_A_RANK_S, BEAT_S, LOST_S, RankHeartbeat, Silences
 from holdfast.ranks.messages import (
+    BEAT_A_RANK_S,
+    BEAT_S,
+    LOST_S,
     MAX_NUM_KEYS,
+    CallThreads,
     GroupStore,
+    RankHeartbeat,
+    Silences,
     delete_message,
     get,
     has,
     take_present,
     write_message,
 )
-from holdfast.ranks.waiting import LOOK_S, Processes, Watch, describe_process, describe_rank
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as TorchStore
@@ -417,7 +425,7 @@ class C10d(Coordinator):
                 beats.update(zip(some, found, strict=True))
             self._silences.record_heartbeats(beats, now_s)
         long = self._silences.by_rank.items()
-        return {r: silent_s for r, silent_s in long if silent_s >= waiting.FIRST_S}
+        return {r: silent_s for r, silent_s in long if silent_s >= FIRST_S}
 
     def _neighbors(self, processes: Processes) -> Mapping[int, Process]:
         """Return the processes of ranks that this rank looks at, which are on its host."""

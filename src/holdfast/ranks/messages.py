@@ -1,15 +1,24 @@
-"""Messages between ranks in a key-value store such as torch's: written in pieces, read, deleted."""
+"""Messages and heartbeats of ranks in a key-value store such as torch's, and threads for its calls.
+
+By heartbeats others notice a process or host that was lost. A rank on the host of another sees its
+process, and needs none. A heartbeat stops, too, if a process is stopped, or is in a call of C that
+keeps Python's lock. So short silence is only worth a warning.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Annotated, Protocol
+from itertools import count
+from queue import SimpleQueue
+from threading import Condition, Event, RLock, Thread
+from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from holdfast.errors import FormatError, UsageError
+from holdfast.errors import Disconnected, FormatError, UsageError
 from holdfast.ranks.coordinator import RankFailure
 
 PIECE_NBYTES = 256 * 1024
@@ -129,3 +138,137 @@ def _decode(name: str, head: bytes) -> _Head:
 
 def _make_key(name: str, number: int = 0) -> str:
     return f"{number}/{name}"
+
+
+BEAT_S = 5.0
+"""Seconds between two heartbeats of a rank."""
+BEAT_A_RANK_S = 0.001
+"""The same for each rank of the group, which spares the one server of the store."""
+LOST_S = 300.0
+"""Seconds of silence after which a rank of another host counts as lost.
+
+Longer than any usual call that keeps Python's lock: a large pickle, an index of a data set.
+"""
+
+
+class RankHeartbeat:
+    """Daemon thread that sends a number now and then, until it is stopped or the store is gone."""
+
+    def __init__(self, send: Callable[[bytes], object], turn: Condition, *, every_s: float) -> None:
+        """Start the thread.
+
+        Args:
+            send: sends a value that differs from the one before; raises `RuntimeError` if that is
+                no longer possible.
+            turn: held while it is called.
+            every_s: seconds between two calls.
+        """
+        self._stopped = Event()
+        Thread(
+            target=_beat,
+            args=(send, turn, every_s, self._stopped),
+            name="holdfast-heartbeat",
+            daemon=True,
+        ).start()
+
+    def stop(self) -> None:
+        """End the thread, which sends nothing more; does not wait for it."""
+        self._stopped.set()
+
+
+def _beat(send: Callable[[bytes], object], turn: Condition, every_s: float, stopped: Event) -> None:
+    for number in count():
+        # With a limit: at exit the turn is taken for good.
+        if turn.acquire(timeout=every_s):
+            try:
+                if stopped.is_set():
+                    return
+                send(b"%d" % number)
+            except RuntimeError:  # of torch: no later message of this rank arrives, either
+                return
+            finally:
+                turn.release()
+        if stopped.wait(every_s):
+            return
+
+
+class Silences:
+    """Seconds for which heartbeats of other ranks have not changed while this rank looked."""
+
+    def __init__(self, *, most_s: float) -> None:
+        """Set up; between two looks at most `most_s` seconds count.
+
+        This process, or the store, may have been stopped between them.
+        """
+        self._most_s = most_s
+        self._values: Mapping[int, bytes] = {}
+        self._looked_s = 0.0
+        self.by_rank: Mapping[int, float] = {}
+
+    def record_heartbeats(self, values: Mapping[int, bytes], now_s: float) -> None:
+        """Note the heartbeats of ranks at a time of the monotonic clock."""
+        passed_s = min(now_s - self._looked_s, self._most_s)
+        self.by_rank = {
+            rank: self.by_rank[rank] + passed_s if self._values.get(rank) == value else 0.0
+            for rank, value in values.items()
+        }
+        self._values, self._looked_s = dict(values), now_s
+
+
+_NUM_SPARE = 2
+"""Most threads that wait for a call; others end after theirs."""
+_CLOSE_S = 1.0
+_Calls: TypeAlias = "SimpleQueue[Callable[[], object] | None]"
+
+
+class CallThreads:
+    """Daemon threads that run one call at a time, of which one is always idle.
+
+    From Python 3.12 on the interpreter starts no thread once it has begun to exit, while a save
+    under way is still to be finished.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = RLock()  # `release_idle_threads` may be called by the garbage collector
+        self._idle: list[_Calls] = []
+        self._is_open = True
+
+    def start_call(self, call: Callable[[], object]) -> None:
+        """Begin a call, which raises nothing, in a thread that no other call is in."""
+        with self._lock:
+            if not self._idle:
+                try:
+                    self._start_thread()
+                except RuntimeError as error:
+                    raise Disconnected(f"no thread to speak to other ranks in: {error}") from error
+            self._idle.pop().put(call)
+            if not self._idle and self._is_open:
+                with suppress(RuntimeError):  # the next call may find another one
+                    self._start_thread()
+
+    def release_idle_threads(self) -> None:
+        """Let idle threads end, and others after their call; does not wait for them."""
+        # In a fork of the process another thread may have had the lock, which nobody releases then.
+        if not self._lock.acquire(timeout=_CLOSE_S):
+            return
+        try:
+            self._is_open = False
+            while self._idle:
+                self._idle.pop().put(None)
+        finally:
+            self._lock.release()
+
+    def _start_thread(self) -> None:
+        calls: _Calls = SimpleQueue()
+        Thread(target=self._work, args=(calls,), name=self._name, daemon=True).start()
+        self._idle.append(calls)
+
+    def _work(self, calls: _Calls) -> None:
+        while (call := calls.get()) is not None:
+            call()
+            del call
+            with self._lock:
+                if not self._is_open or len(self._idle) >= _NUM_SPARE:
+                    return
+                self._idle.append(calls)

@@ -37,8 +37,14 @@ from holdfast.format import blocks, layout
 from holdfast.format.manifest import Aborted, Manifest
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
-from holdfast.ranks.coordinator import GRACE_S, LEADER, Coordinator, RankFailure, decode_message
-from holdfast.ranks.waiting import Watch
+from holdfast.ranks.coordinator import (
+    GRACE_S,
+    LEADER,
+    Coordinator,
+    RankFailure,
+    Watch,
+    decode_message,
+)
 from holdfast.results import Phase
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import SaveAttempt, check_ownership, give_up

@@ -42,8 +42,7 @@ from holdfast.staging.overlap import NUM_THREADS, Overlap
 from holdfast.staging.stage import Stager
 from holdfast.state.capture.capture import Captured
 from holdfast.store.base import Store
-from holdfast.threads.pools import Threads
-from holdfast.threads.workers import Workers, do, num_threads
+from holdfast.threads.workers import Threads, Workers, do, num_threads
 
 MAX_COPIERS = 8
 """Most threads, the caller's included, that copy while training waits; one alone does not use the

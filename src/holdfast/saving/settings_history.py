@@ -1,21 +1,22 @@
-"""History of a run's settings: those of the present life, and the changes in each life so far."""
+"""Settings that a checkpoint records: of numerics, process and script, and their changes."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from holdfast.arguments import escaped, shown
 from holdfast.format.manifest import Change, Manifest
-from holdfast.saving.environment import environment
-from holdfast.saving.numerics import numerics
 from holdfast.state.planning.overrides import OptimizerOptions
+from holdfast.version import environment
 
 _COMPARED = ("torch", "device", "cuda", "cudnn", "world_size")
 _OF_ENVIRONMENT = ("python", "holdfast", "numpy", "git_commit")
@@ -131,3 +132,59 @@ def _versions(numerics: Mapping[str, Any], environment: Mapping[str, Any]) -> di
     found = {name: numerics[name] for name in _COMPARED if name in numerics}
     found |= {name: environment[name] for name in _OF_ENVIRONMENT if environment.get(name)}
     return {name: str(value) for name, value in found.items()}
+
+
+def numerics(world_size: int = 1) -> dict[str, Any]:
+    """Read the torch and device settings that bit-exact results depend on (invariant 7).
+
+    Never initialises a device.
+    """
+    found: dict[str, Any] = {
+        "torch": str(torch.__version__),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "num_threads": torch.get_num_threads(),
+        "num_interop_threads": torch.get_num_interop_threads(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": _setting(torch.get_float32_matmul_precision),
+        "world_size": world_size,
+        "device": "cpu",
+    }
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found |= _cuda()
+    return found
+
+
+def _cuda() -> dict[str, Any]:
+    backends = torch.backends
+    return {
+        "device": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda or "",
+        "cudnn": backends.cudnn.version() or 0,  # type: ignore[no-untyped-call]
+        "cudnn_benchmark": backends.cudnn.benchmark,
+        "cudnn_deterministic": backends.cudnn.deterministic,
+        "tf32_matmul": _setting(lambda: backends.cuda.matmul.allow_tf32),
+        "tf32_cudnn": _setting(lambda: backends.cudnn.allow_tf32),
+    }
+
+
+def _setting(read: Callable[[], Any]) -> Any:
+    """Read a setting; "set per operator" if torch refuses, as after use of its newer names."""
+    try:
+        return read()
+    except RuntimeError:
+        return "set per operator"
+
+
+def differences(stored: Mapping[str, Any], live: Mapping[str, Any]) -> tuple[str, ...]:
+    """List the settings that differ from the stored ones, which can break bit-exact resumes.
+
+    A checkpoint without any was imported: how it was computed is not known.
+    """
+    if not stored:
+        return ()
+    return tuple(
+        f"numerics differ: {name} was {stored.get(name)!r}, is {live.get(name)!r}"
+        for name in sorted(set(stored) | set(live))
+        if stored.get(name) != live.get(name)
+    )

@@ -22,8 +22,7 @@ from holdfast.format.codec import Encoding
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.results import Phase
-from holdfast.saving.compression import Throughput
-from holdfast.saving.packing import Encoded, Packer, Pieces
+from holdfast.saving.compression import Encoded, Packer, Pieces, Throughput
 from holdfast.staging.interfaces import BytesContent, Content
 from holdfast.store.base import BlockWriter, Store
 from holdfast.threads.workers import Workers, cancel, gather_results

@@ -17,8 +17,9 @@ from holdfast.ranks.coordinator import (
     Exchange,
     RankFailure,
     RankTransfer,
+    Watch,
+    describe_rank,
 )
-from holdfast.ranks.waiting import Watch, describe_rank
 
 
 class ThreadCoordinator(Coordinator):

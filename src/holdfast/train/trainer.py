@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from holdfast.arguments import check_arguments
-from holdfast.checkpoints import Checkpoints, best_rules
+from holdfast.checkpoints import Checkpoints, StateHooks, best_rules
 from holdfast.control.stop import Stop
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format.manifest import Timestamp
@@ -27,7 +27,6 @@ from holdfast.manager import CheckpointManager
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.clock import Time, Unit
 from holdfast.results import Checkpoint
-from holdfast.saving.hooks import StateHooks
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.capture.edits import StateView
 from holdfast.state.components import PROGRESS, RNG, TRAINER, PerRank, check_state, marked

@@ -33,7 +33,7 @@ from holdfast.bridges.parts import (
     warn_without_interval,
 )
 from holdfast.bridges.validations import BridgeValidations
-from holdfast.checkpoints import Checkpoints
+from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.control.stop import Stop
 from holdfast.data.options import check_whole
 from holdfast.errors import UsageError, listing
@@ -45,7 +45,6 @@ from holdfast.policy.rule import Rule
 from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Event, SaveFunction, Trigger
 from holdfast.results import Checkpoint
-from holdfast.saving.hooks import StateHooks
 from holdfast.state.components import TRAINER
 from holdfast.store.base import Store
 

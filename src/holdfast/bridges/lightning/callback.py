@@ -39,7 +39,7 @@ from holdfast.bridges.parts import (
     warn_without_interval,
 )
 from holdfast.bridges.validations import BridgeValidations, check_direction
-from holdfast.checkpoints import Checkpoints
+from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.control.stop import Stop
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.events import Emitter, url_without_secrets
@@ -52,7 +52,6 @@ from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Event, SaveFunction, Trigger
 from holdfast.results import Checkpoint
 from holdfast.root.best import BEST
-from holdfast.saving.hooks import StateHooks
 from holdfast.state.components import TRAINER
 from holdfast.store.base import Store
 

@@ -10,11 +10,11 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from typing_extensions import override
 
 from holdfast.bridges.lightning.seams import FRAMEWORK, model_of
+from holdfast.checkpoints import StateHooks
 from holdfast.interop.sources import checkpoint as checkpoints_of_ours
 from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.access import place_of
-from holdfast.saving.hooks import StateHooks
 from holdfast.state.components import RNG, TRAINER
 from holdfast.store.base import Store
 

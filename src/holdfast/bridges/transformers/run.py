@@ -28,7 +28,7 @@ from holdfast.bridges.transformers.counters import INTERVALS, TransformersCounte
 from holdfast.bridges.transformers.epochs import Epochs, check_place
 from holdfast.bridges.transformers.seams import STATE_FILE, beside_bar, leaders, measured_at
 from holdfast.bridges.validations import BridgeValidations
-from holdfast.checkpoints import Checkpoints
+from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.control.stop import Stop
 from holdfast.data.loader import Loader
 from holdfast.data.stream import Stream
@@ -37,7 +37,6 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.savers import Due
 from holdfast.policy.triggers import Event
 from holdfast.root.address import split_folder
-from holdfast.saving.hooks import StateHooks
 from holdfast.state.components import PerRank
 
 _ONE_SIDED = ("scheduler", "scaler")

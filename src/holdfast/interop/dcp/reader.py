@@ -43,7 +43,7 @@ from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.shards import LocalShards
 from holdfast.state.trees import decode_skeleton, keys_in
 from holdfast.store.base import Store
-from holdfast.threads.pools import Threads
+from holdfast.threads.workers import Threads
 
 BATCH_NBYTES = 4 << 30
 """Most bytes of tensors that are read before any of them is copied to its destination."""

@@ -41,14 +41,14 @@ from holdfast.policy.naming import DEFAULT_LABEL
 from holdfast.results import Phase
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import SaveAttempt, commit, create_attempt
-from holdfast.saving.environment import environment
-from holdfast.saving.numerics import numerics
 from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
 from holdfast.saving.save import AttemptFiles, SaveRequest, manifest_of, write_index
+from holdfast.saving.settings_history import numerics
 from holdfast.staging.interfaces import Staged
 from holdfast.staging.waves import WaveTransfer
 from holdfast.state.leaves import TORCH_DTYPES, refusal
 from holdfast.store.base import Store
+from holdfast.version import environment
 
 _NUMBER = re.compile(r"([0-9]+)\D*\Z", re.ASCII)
 

@@ -30,7 +30,7 @@ from holdfast.root.catalog import Catalog, Entry, is_root
 from holdfast.state.capture.edits import Edit
 from holdfast.store import is_web, open_store
 from holdfast.store.base import Store
-from holdfast.threads.pools import Threads
+from holdfast.threads.workers import Threads
 from holdfast.train.strategies import is_sharded, local
 
 Which = str | int | os.PathLike[str]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from holdfast.arguments import check_arguments
+from holdfast.checkpoints import StateHooks
 from holdfast.errors import NoCheckpoint, SaveSkipped, UsageError
 from holdfast.events import url_without_secrets
 from holdfast.format.layout import parse_attempt
@@ -28,7 +29,6 @@ from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rule import SaveClass
 from holdfast.policy.savers import Due
 from holdfast.results import Checkpoint, CheckpointList, PendingSave
-from holdfast.saving.hooks import StateHooks
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.train.training import Counters

@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.arguments import check_arguments
 from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError
-from holdfast.saving.positions import READ_AHEAD, TakenBatches, loaders
+from holdfast.saving.script_warnings import READ_AHEAD, TakenBatches, loaders
 from holdfast.train.argument_checks import check_range
 from holdfast.train.step.undo import Boundary
 
