@@ -32,6 +32,8 @@ LAYERS = (
     ("saving",),
     ("checkpoints", "maintenance"),
     ("replication",),
+    ("session",),
+    ("load_controller", "save_controller"),
     ("manager",),
     ("data", "interop", "sinks"),
     ("weights",),

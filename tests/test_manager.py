@@ -427,7 +427,7 @@ def test_nothing_is_written_beside_a_copy_that_training_waits_for(
 
     def copied(self: ImageTransfer, *args: Any) -> None:
         # The background does one thing after the other, so it has nothing else to do.
-        manager._saver._background.submit(int).result(60)
+        manager._session.saver._background.submit(int).result(60)
         copy(self, *args)
 
     monkeypatch.setattr(ImageTransfer, "run_copies", copied)
@@ -868,7 +868,7 @@ def test_each_class_goes_on_from_its_own_last_save(tmp_path: Path) -> None:
         manager.save(2, save_class="ephemeral").wait()
     with run.manager(tmp_path, every=policy) as manager:
         manager.resume()
-        manager._moments._wall_before_s += 5.0
+        manager._session.clock._wall_before_s += 5.0
         run.train()
         pending = manager.maybe_save(3)
         assert pending is not None

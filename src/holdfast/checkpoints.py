@@ -178,6 +178,10 @@ class Checkpoints:
         return format_call(self)
 
 
+OPTIONS = frozenset(field.name for field in fields(Checkpoints)) - {"root"}
+"""Names of the options, which a `CheckpointManager` takes, too."""
+
+
 def best_rules(checkpoints: Checkpoints) -> tuple[BestRule, ...]:
     """List the rules `Best` of a run, of all savers and both tiers, each once; none without a root.
 

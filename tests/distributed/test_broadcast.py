@@ -234,7 +234,7 @@ def load_through_a_device(root: Path, rank: int) -> bytes:
     """Resume with buffers that go through other memory, as with NCCL through an accelerator's."""
     member = Member(C10d.of_default_group(), width=64)
     with member.manager(root, broadcast=True) as manager:
-        exchange = manager._applying._exchange  # type: ignore[attr-defined]
+        exchange = manager._session.applier._exchange  # type: ignore[attr-defined]
         assert exchange._device is None, "gloo sends from the memory of the host"
         exchange._device = torch.device("cpu")
         assert manager.resume() is not None

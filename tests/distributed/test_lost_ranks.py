@@ -185,7 +185,7 @@ def load_after_a_save(
     if len(list(root.parent.glob("done*"))) == NUM_RANKS - 1 and how == signal.SIGSTOP:
         os.kill(int((root.parent / f"pid{odd}").read_text()), signal.SIGCONT)
     exits.unregister(manager)
-    return said, member.bits() == before, manager._applying.half_loaded is not None
+    return said, member.bits() == before, manager._session.applier.half_loaded is not None
 
 
 def load_once_more(root: Path, rank: int) -> int:

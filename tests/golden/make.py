@@ -324,8 +324,8 @@ def main(names: Sequence[str]) -> None:
 def make_all(roots: Mapping[str, Callable[[Path], None]], base: Path = V1) -> None:
     """Make some golden roots, as by the same process everywhere."""
     same = {
-        "holdfast.manager.environment": {"host": "golden"},
-        "holdfast.manager.numerics": {"torch": str(torch.__version__), "num_threads": 2},
+        "holdfast.save_controller.environment": {"host": "golden"},
+        "holdfast.save_controller.numerics": {"torch": str(torch.__version__), "num_threads": 2},
         "holdfast.ownership.claim.this_process": PROCESS,
     }
     patches = [mock.patch(name, return_value=value) for name, value in same.items()]

@@ -108,7 +108,7 @@ def test_a_run_without_a_checkpoint_begins_anew_on_all_ranks_under_one_claim() -
     def work(member: Member) -> tuple[object, int]:
         with member.manager(store) as manager:
             found = manager.resume()
-            claim = manager._owner.claim
+            claim = manager._session.owner.claim
             assert claim is not None
             manager.save(1).wait()
         return found, claim.epoch
@@ -144,7 +144,7 @@ def test_a_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(way: str, 
         with member.manager(store) as manager:
             with pytest.raises(errors.HoldfastError) as caught:
                 getattr(manager, way)()
-            is_whole = manager._applying.half_loaded is None
+            is_whole = manager._session.applier.half_loaded is None
         return str(caught.value), is_whole and member.bits() == before
 
     found = all_of(on_ranks(3, work))
@@ -291,7 +291,7 @@ def test_a_follower_that_dies_is_named_and_who_has_applied_says_so(part: str) ->
         manager = member.manager(store, save_timeout_s=1.5)
         with pytest.raises(errors.HoldfastError) as caught:
             manager.resume()
-        is_half = manager._applying.half_loaded is not None
+        is_half = manager._session.applier.half_loaded is not None
         manager.close()
         return str(caught.value), is_half
 

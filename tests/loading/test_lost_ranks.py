@@ -100,7 +100,7 @@ def test_the_living_ranks_have_all_loaded_or_all_say_that_they_have_not(
                 release.set()
             if (member.rank, how) == (odd, "die"):
                 exits.unregister(manager)
-        half = manager._applying.half_loaded is not None
+        half = manager._session.applier.half_loaded is not None
         manager.close()
         return said, member.bits() == before, member.bits() == bits, half
 

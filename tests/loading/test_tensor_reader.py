@@ -602,7 +602,7 @@ def test_a_read_that_comes_back_after_the_load_was_given_up_writes_nothing(
         assert hangs.is_set()
         before = live.bits()
         back.set()
-        manager._saver.threads.close_pools()
+        manager._session.saver.threads.close_pools()
         for thread in {*threading.enumerate()} - of_others:
             if thread.name.startswith(("holdfast-io", "holdfast-disk")):
                 thread.join(60)
@@ -843,7 +843,7 @@ def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
     live = Large(seed=2)
     before = live.bits()
     manager = live.manager(LocalStore(tmp_path))
-    put, apply = manager._saver.threads.waiters.queue_task, ModulePlan.apply
+    put, apply = manager._session.saver.threads.waiters.queue_task, ModulePlan.apply
 
     def interrupted(begin: Any) -> None:
         if len(jobs) == 2:
@@ -856,7 +856,7 @@ def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
 
     def applied(self: ModulePlan) -> None:
         monkeypatch.setattr(*places[waits], waiting)
-        monkeypatch.setattr(manager._saver.threads.waiters, "queue_task", interrupted)
+        monkeypatch.setattr(manager._session.saver.threads.waiters, "queue_task", interrupted)
         apply(self)
 
     monkeypatch.setattr(ModulePlan, "apply", applied)

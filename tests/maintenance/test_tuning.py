@@ -11,6 +11,7 @@ import pytest
 from tests.maintenance.recorded import RecordedRun, three_failures
 
 import holdfast.manager
+from holdfast import save_controller
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.maintenance.recorded_costs import read_recorded_costs
@@ -43,6 +44,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(holdfast.manager, "time", clock)
+    monkeypatch.setattr(save_controller, "time", clock)
     monkeypatch.setattr(progress_counters, "time", clock)
     monkeypatch.setattr(save_module, "time", clock)
     monkeypatch.setattr(participants, "time", clock)
@@ -65,13 +67,13 @@ class Loop:
     saved: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        prepare = self.manager._saver.prepare_save
+        prepare = self.manager._session.saver.prepare_save
 
         def slow_prepare(captured: Any, **options: Any) -> Any:
             self.clock.now_s += self.stall_s
             return prepare(captured, **options)
 
-        self.manager._saver.prepare_save = slow_prepare  # type: ignore[method-assign]
+        self.manager._session.saver.prepare_save = slow_prepare  # type: ignore[method-assign]
 
     def steps(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -85,7 +87,7 @@ class Loop:
 
     @property
     def auto(self) -> Auto:
-        auto = self.manager._schedule.auto
+        auto = self.manager._session.schedule.auto
         assert auto is not None
         return auto
 
@@ -204,7 +206,7 @@ def test_failures_of_earlier_starts_are_learnt_at_the_resume(tmp_path: Path) -> 
     with run.manager(store, every="auto", sinks=()) as manager:
         manager.resume()
         manager.wait()
-        auto = manager._schedule.auto
+        auto = manager._session.schedule.auto
         assert auto is not None
         assert auto.plan is not None
         assert auto.plan.num_failures == 5
@@ -244,7 +246,7 @@ def test_while_a_save_is_written_the_next_one_waits(clock: Clock) -> None:
         hang.release.set()
         first.wait()
         manager.wait()
-        assert manager._schedule.auto is not None
+        assert manager._session.schedule.auto is not None
         clock.now_s += 280
         assert manager.maybe_save(3) is not None
 
@@ -256,10 +258,10 @@ def test_a_record_that_cannot_be_read_is_told_and_does_not_stop_training(clock: 
         manager.save(1)
     broken = FaultyStore(store)
     with run.manager(broken, every="auto", sinks=(sink,)) as manager:
-        tuning = manager._tuning
+        tuning = manager._session.measurements
         manager.resume()
         manager.wait()
-        assert manager._schedule.auto is not None
+        assert manager._session.schedule.auto is not None
         tuning._learnt_epoch = None
         failing = FaultyStore(store, [Fault(kind="fail", op="children", times=None)])
         tuning._store = failing
@@ -269,7 +271,7 @@ def test_a_record_that_cannot_be_read_is_told_and_does_not_stop_training(clock: 
         manager.wait()
         (told,) = (e for e in sink.of("housekeeping_failed") if "auto" in e.message)
         assert "cannot read the record" in told.message
-        assert len(manager._schedule.auto._known.history.saves) >= 1
+        assert len(manager._session.schedule.auto._known.history.saves) >= 1
 
 
 def test_savers_of_a_part_cannot_have_it() -> None:

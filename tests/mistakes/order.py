@@ -84,7 +84,7 @@ def _(user: User) -> None:
 @case("a child of `os.fork` saves", names="fork", state=3)
 def _(user: User) -> None:
     manager = user.resumed()
-    with mock.patch("holdfast.manager.os.getpid", return_value=-1):
+    with mock.patch("holdfast.session.os.getpid", return_value=-1):
         manager.save(4)
 
 

@@ -53,7 +53,7 @@ def test_a_storage_that_hangs_at_the_end_does_not_hold_the_close_up(
     recorder = Recorder()
     manager = new_run().manager(store, exit_timeout_s=0.5, sinks=[recorder])
     manager.save(1).wait()
-    manager.finish_at_exit()
+    manager._session.finish_at_exit()
     (said,) = told(recorder)
     assert what in said
     assert "not done after" in said
@@ -71,7 +71,7 @@ def test_a_storage_that_hangs_in_a_save_is_told_once_and_nothing_is_closed(
     manager.save(1)
     hangs[0].reached.wait()
     with pytest.raises(errors.DeadlineExceeded, match="not done after"):
-        manager.finish_at_exit()
+        manager._session.finish_at_exit()
     assert told(recorder) == []
     hangs[0].release.set()
     assert not is_closed(LocalStore(tmp_path), 1)
@@ -88,7 +88,7 @@ def test_a_remote_tier_that_hangs_at_the_end_keeps_nothing_from_the_local_one(
     )
     manager.save(1).wait()
     manager.wait()
-    manager.finish_at_exit()
+    manager._session.finish_at_exit()
     (said,) = told(recorder)
     assert "recording the close hangs" in said
     assert is_closed(LocalStore(tmp_path), 1)

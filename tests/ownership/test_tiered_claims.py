@@ -451,7 +451,7 @@ def test_a_claim_that_comes_to_nothing_is_closed_in_both_tiers(
 
     with opened(tiered, tiny) as manager:
         with pytest.raises(errors.MismatchError):
-            manager._owner.claim_ownership(iter(choose, None))
+            manager._session.owner.claim_ownership(iter(choose, None))
         for store in (machines[0], remote):
             assert Catalog(store).highest_epoch() == 2
             assert is_closed(store, 2)

@@ -46,7 +46,7 @@ def test_what_is_being_sent_stays_until_it_is_there(local: LocalStore) -> None:
         saved(manager, tiny, 1)
         assert slow.reached.wait(60)
         saved(manager, tiny, 2)
-        manager._saver.wait_until_idle(60)
+        manager._session.saver.wait_until_idle(60)
         slow.release.set()
         manager.wait()
     assert noted.of("upload_failed") == []
@@ -164,7 +164,7 @@ def test_no_local_copy_goes_while_the_run_resumes_from_it(
     apply = CheckpointApplier._apply_candidate
 
     def apply_late(self: CheckpointApplier, candidate: LoadCandidate) -> None:
-        manager._uploads.wait_for_uploads(60)
+        manager._session.uploads.wait_for_uploads(60)
         apply(self, candidate)
 
     monkeypatch.setattr(CheckpointApplier, "_apply_candidate", apply_late)
@@ -205,7 +205,7 @@ def test_gc_after_a_claim_waits_for_a_deletion_under_way(
     replace = files.replace_with
 
     def collect_garbage() -> None:
-        manager._housekeeper.remove_unfinished()
+        manager._session.housekeeper.remove_unfinished()
         gc_ended_or_waits.set()
 
     def beside_gc(folder_fd: int, source: str, name: str) -> None:
@@ -217,7 +217,7 @@ def test_gc_after_a_claim_waits_for_a_deletion_under_way(
 
     monkeypatch.setattr(files, "replace_with", beside_gc)
     manager = unopened(Tiered(local, remote, keep_local=0), tiny, sinks=(noted,))
-    monkeypatch.setattr(manager._housekeeper, "_lock", Noticed(gc_ended_or_waits.set))
+    monkeypatch.setattr(manager._session.housekeeper, "_lock", Noticed(gc_ended_or_waits.set))
     with manager:
         manager.resume()
         manager.wait()
@@ -339,7 +339,7 @@ def test_nobody_waits_for_ever_for_a_queue_whose_reader_hangs(
     saved(manager, tiny, 1)
     manager.wait(60)
     monkeypatch.setattr("holdfast.replication.queue.Catalog", Hanging)
-    reader = threading.Thread(target=manager._uploads.queue_new_uploads, daemon=True)
+    reader = threading.Thread(target=manager._session.uploads.queue_new_uploads, daemon=True)
     reader.start()
     assert reached.wait(60)
     for call in (lambda: manager.save(2), lambda: manager.wait(0.1)):

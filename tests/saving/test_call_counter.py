@@ -238,13 +238,16 @@ def test_ranks_agree_on_a_save_made_again_where_a_later_one_failed_to_begin_on_o
         ) as manager:
             manager.resume()
             assert said_by(manager.maybe_save, 1000) == "committed"
-            start, prepare = manager._saver.start_save, manager._saver.prepare_save
+            start, prepare = manager._session.saver.start_save, manager._session.saver.prepare_save
             for step, name in ((2000, "start_save"), (3000, "prepare_save")):
                 if member.rank:
-                    setattr(manager._saver, name, fail)
+                    setattr(manager._session.saver, name, fail)
                 place.wait(60)
                 assert "none left" in said_by(manager.maybe_save, step)
-                manager._saver.start_save, manager._saver.prepare_save = start, prepare  # type: ignore[method-assign]
+                manager._session.saver.start_save, manager._session.saver.prepare_save = (
+                    start,
+                    prepare,
+                )  # type: ignore[method-assign]
                 place.wait(60)
                 said_by(manager.maybe_save, step + 1)  # the leader asks for the former again
                 place.wait(60)
@@ -330,7 +333,7 @@ def test_an_interrupt_of_a_save_that_has_begun_fails_it_on_no_rank() -> None:
         with member.manager(views[member.rank], save_timeout_s=LONG_S) as manager:
             if member.rank:
                 return manager.save(1).wait().folder
-            background = manager._saver._background
+            background = manager._session.saver._background
             put = background.queue_task
 
             def interrupt(task: Any) -> None:
@@ -343,7 +346,7 @@ def test_an_interrupt_of_a_save_that_has_begun_fails_it_on_no_rank() -> None:
                 manager.save(1)
             background.queue_task = put  # type: ignore[method-assign]
             commit.release.set()
-            pending = manager._saver.pending
+            pending = manager._session.saver.pending
             assert pending is not None
             return pending.committed.result(60).folder
 

@@ -358,7 +358,7 @@ def test_a_save_that_failed_and_was_made_up_for_is_not_made_once_more() -> None:
     def work(member: Member) -> list[int]:
         saved = []
         with member.manager(views[member.rank], every=At("10step"), on_failure="warn") as manager:
-            look, asked_again = manager._outside.collect_events, threading.Event()
+            look, asked_again = manager._session.events.collect_events, threading.Event()
 
             def watched(*args: Any, **options: Any) -> Any:
                 events, asked = look(*args, **options)
@@ -366,7 +366,7 @@ def test_a_save_that_failed_and_was_made_up_for_is_not_made_once_more() -> None:
                     asked_again.set()
                 return events, asked
 
-            manager._outside.collect_events = watched  # type: ignore[method-assign]
+            manager._session.events.collect_events = watched  # type: ignore[method-assign]
             for step in range(1, 1_000_000):
                 wanted = Due("permanent", "again") if step == 11 else None
                 pending = manager.maybe_save(step, wanted=wanted)
@@ -423,7 +423,7 @@ def test_a_plan_that_a_rank_does_not_know_is_not_gone_by() -> None:
             manager.save(1).wait()
             if member.rank == 1:
                 # As after a save whose plan this rank alone did not hear.
-                known = manager._together.known
+                known = manager._session.distributed.known
                 for components, plan in known.items():
                     known[components] = replace(plan, plan_id="another")
             try:
@@ -561,7 +561,9 @@ def test_a_rank_that_may_not_save_fails_the_save_of_all_and_the_next_commits() -
             said = []
             for step in (1, 2, 3):
                 if member.rank == 1:
-                    manager._applying.half_loaded = "another rank failed" if step == 2 else None
+                    manager._session.applier.half_loaded = (
+                        "another rank failed" if step == 2 else None
+                    )
                 try:
                     manager.save(step).wait()
                 except errors.HoldfastError as error:
@@ -678,9 +680,9 @@ def test_a_request_whose_step_never_came_is_answered() -> None:
             if member.rank == 0:
                 names.append(put_save_request(store, reason="look", tags=()))
                 end = time.monotonic() + 60
-                while not manager._outside._held and time.monotonic() < end:
+                while not manager._session.events._held and time.monotonic() < end:
                     # Without the others, so that no call is reached at which all save.
-                    manager._outside.propose_save(None, is_owner=True)
+                    manager._session.events.propose_save(None, is_owner=True)
 
     all_of(on_ranks(2, work))
     answer = answer_to(store, names[0])

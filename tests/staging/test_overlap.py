@@ -22,6 +22,7 @@ from holdfast.errors import DeadlineExceeded, SaveFailed, UsageError
 from holdfast.manager import CheckpointManager
 from holdfast.results import PendingSave
 from holdfast.saving import saver as saver_module
+from holdfast.session import Session
 from holdfast.staging import guard, image, in_memory
 from holdfast.staging.in_memory import ImageTransfer
 from holdfast.staging.overlap import Mode
@@ -821,7 +822,7 @@ def test_an_interrupt_while_a_save_is_handed_over_leaves_each_save_its_own_state
             patch.setattr(guard, "hand_over", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 manager.save(1)
-        pending = manager._saver.pending
+        pending = manager._session.saver.pending
         assert pending is not None
         assert pending.done() is not is_queued
         may_write.set()
@@ -838,10 +839,10 @@ def test_what_was_captured_is_freed_before_any_thread_is_woken(
     overlap are held by their copy."""
     captured: list[weakref.ref[Tensor]] = []
     freed: list[bool] = []
-    real = CheckpointManager._capture, saver_module.Saver.start_save
+    real = Session.capture, saver_module.Saver.start_save
 
-    def capture(manager: CheckpointManager, *args: Any) -> Any:
-        found = real[0](manager, *args)
+    def capture(session: Session, *args: Any) -> Any:
+        found = real[0](session, *args)
         captured.append(weakref.ref(found.components["model"].tensors["running_mean"]))
         return found
 
@@ -849,7 +850,7 @@ def test_what_was_captured_is_freed_before_any_thread_is_woken(
         freed.append(captured[-1]() is None)
         return real[1](saver, *args)
 
-    monkeypatch.setattr(CheckpointManager, "_capture", capture)
+    monkeypatch.setattr(Session, "capture", capture)
     monkeypatch.setattr(saver_module.Saver, "start_save", start)
     model = nn.BatchNorm1d(512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

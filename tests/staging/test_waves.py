@@ -109,7 +109,7 @@ def test_a_state_that_fits_is_staged_as_a_whole(tmp_path: Path) -> None:
     state = {"x": torch.zeros(BLOCK_NBYTES // 4)}
     with CheckpointManager(tmp_path, {"s": state}, memory_budget="32MiB") as manager:
         manager.save(1).wait()
-        assert manager._saver._stager._pool is None
+        assert manager._session.saver._stager._pool is None
 
 
 @pytest.mark.parametrize("budget", [1, BUDGET - 1, "1MiB", "much"])
@@ -149,7 +149,7 @@ def test_a_disk_that_hangs_is_named_and_the_next_save_has_memory_of_its_own(
         with pytest.raises((SaveFailed, DeadlineExceeded)):
             manager.save(1).wait(120)
         hangs.release.set()
-        manager._saver.timeout_s = 60
+        manager._session.saver.timeout_s = 60
         manager.save(2).wait()
         expected = state["x"].clone()
         state["x"].zero_()
@@ -181,7 +181,7 @@ def test_who_leaves_a_save_before_its_last_wave_gets_no_torn_checkpoint(
                 manager.save(1)
         state["x"].fill_(1)
         hangs.release.set()
-        manager._saver.wait_until_idle(60)
+        manager._session.saver.wait_until_idle(60)
         assert manager.list() == ()
         manager.save(2).wait()
         assert [checkpoint.step for checkpoint in manager.list()] == [2]
@@ -201,7 +201,7 @@ def test_the_budget_holds_for_parts_that_are_saved_one_by_one(tmp_path: Path) ->
     with CheckpointManager(tmp_path, state, memory_budget=BUDGET, preflight=False) as manager:
         for number, name in enumerate("abcd", start=1):
             manager.save(number, components=[name]).wait()
-            kept = manager._saver._stager._files.values()
+            kept = manager._session.saver._stager._files.values()
             assert sum(
                 f.file.nbytes for files in kept for f in files if isinstance(f, FileImage)
             ) <= (BUDGET + BLOCK_NBYTES)

@@ -20,7 +20,7 @@ class Watch(Callback):
     def fit_end(self, training: Training) -> None:
         assert training.manager is not None
         training.manager.wait()
-        self.auto = training.manager._schedule.auto
+        self.auto = training.manager._session.schedule.auto
 
 
 @pytest.mark.parametrize(

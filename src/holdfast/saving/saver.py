@@ -104,6 +104,8 @@ class Saver:
         """How long to wait for the end of the save under way."""
         self.pending: PendingSave | None = None
         self.standing: Entry | None = None
+        self.is_rollback = False
+        """Whether the run was rolled back to `standing`."""
 
     def prepare_save(self, captured: Captured, *, is_awaited: bool = False) -> Staged:
         """Allocate memory for a captured state, copy small tensors, and plan the other copies.

@@ -1,0 +1,200 @@
+"""Loads of one manager: the checks before, the load, and the run that continues from it.
+
+All of it runs in the training thread. `loading.apply` chooses a checkpoint and applies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
+
+from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.loading.optional_components import MissingComponentPolicy
+from holdfast.loading.result import ScriptSettings, loaded
+from holdfast.loading.search import CheckpointSearch, LoadCandidate, LoadOptions, Search, Unhealthy
+from holdfast.results import Checkpoint, KnownCommit
+from holdfast.root.catalog import Entry
+from holdfast.saving.settings_history import differences, numerics
+from holdfast.session import NEVER_QUIET, Session
+from holdfast.staging.device import refuse_capture
+
+
+class LoadController:
+    """Loads checkpoints for one manager, and continues its run. In the training thread."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def expect_ready(self, method: str) -> None:
+        """Wait for the save under way, and raise its error, before a load by `method`."""
+        session = self._session
+        session.check_process()
+        refuse_capture(f"{method}()")
+        session.wait_for_save(session.saver.limit_s)
+        session.raise_failure()
+
+    def sides(self, new: Iterable[str], without: Iterable[str]) -> MissingComponentPolicy:
+        """Return the components that may be on one side only, by arguments and the hook."""
+        session = self._session
+        return MissingComponentPolicy.from_arguments(
+            session.state, new, without, session.hooks.one_sided
+        )
+
+    def resume(
+        self,
+        which: str | int,
+        options: LoadOptions,
+        override: Iterable[str],
+        *,
+        unhealthy: Unhealthy,
+        seen: KnownCommit | None,
+        required: bool,
+    ) -> Checkpoint | None:
+        """Claim the run, and load the checkpoint to resume from; None: a new run starts."""
+        session = self._session
+        reader, script = self._make_search(), ScriptSettings(session.state, override)
+        search = Search(
+            reader,
+            which,
+            walks=True,
+            options=options,
+            unhealthy=unhealthy,
+            seen=seen,
+            refuse=partial(self._check_start, required=required),
+        )
+        found = session.applier.apply_checkpoint(search, claims=True)
+        session.is_unused = found is None
+        if found is None:
+            self._log_fresh_start(script)
+            return None
+        if not search.is_rollback:
+            session.warnings.of_lost_steps(session.clock.unsaved, found.entry)
+        replaced = self._continue_from(found, script, is_rollback=search.is_rollback)
+        self._compare_lives(found.entry)
+        session.saver.queue_claim_chores()
+        session.warnings.of_workers()
+        session.warnings.of_lacks()
+        session.emit(
+            "resumed",
+            f"resuming from step {found.entry.step}: {found.entry.folder}",
+            step=found.entry.step,
+            folder=found.entry.folder,
+            rejected=reader.rejected,
+        )
+        return self._loaded(found, reader, replaced)
+
+    def start_new(self) -> None:
+        """Claim the run, and start a new one beside the checkpoints of the run before."""
+        session = self._session
+        if session.owner.claim is not None or session.saver.standing is not None:
+            raise UsageError(
+                f"{session.store.url}: start_new() comes before resume(), a load of the whole "
+                "state and the first save; this manager has made one of these calls. Make a new "
+                "manager"
+            )
+        refuse = partial(self._check_start, required=False)
+        search = Search(self._make_search(), None, walks=False, refuse=refuse)
+        session.applier.apply_checkpoint(search, claims=True)
+        self._log_fresh_start(ScriptSettings(session.state, ()))
+
+    def load(self, which: str | int, options: LoadOptions, override: Iterable[str]) -> Checkpoint:
+        """Load a checkpoint, or parts of it, without a claim."""
+        session = self._session
+        reader, script = self._make_search(), ScriptSettings(session.state, override)
+        session.catalog.look_again()
+        with ExitStack() as holding:
+            is_read_late = options.in_place or session.memory_budget is not None
+            reader.holding = holding if is_read_late or not session.is_owner else None
+            search = Search(reader, which, walks=False, options=options)
+            found = session.applier.apply_checkpoint(search, claims=False)
+        assert found is not None, "what is named is there, or an error says why not"
+        session.is_unused = False
+        replaced = self._continue_from(found, script, is_rollback=search.is_rollback)
+        folder, step = found.entry.folder, found.entry.step
+        session.emit("loaded", f"loaded {folder}", step=step, folder=folder)
+        return self._loaded(found, reader, replaced)
+
+    def _make_search(self) -> CheckpointSearch:
+        session = self._session
+        return session.applier.make_search(
+            rank=session.ranks.rank,
+            world_size=session.ranks.world_size,
+            catalog=session.catalog,
+            state=session.state,
+            threads=session.saver.threads,
+            timeout_s=session.saver.timeout_s,
+            memory_budget=session.memory_budget,
+            is_mixed=session.applier.half_loaded is not None,
+        )
+
+    def _check_start(self, entry: Entry | None, *, required: bool) -> None:
+        """Raise an error if the run must not start from `entry`, or anew without one."""
+        session = self._session
+        if required and entry is None:
+            raise NoCheckpoint(
+                f"{session.store.url}: a checkpoint is required, and there is none to resume from. "
+                "Check the root"
+            )
+        if session.refuses_existing:
+            session.first_save.refuse_later(entry)
+
+    def _log_fresh_start(self, script: ScriptSettings) -> None:
+        """Log the start of a run that loaded nothing."""
+        session = self._session
+        session.history.origins = script.origins()
+        session.first_save.look_around()
+        session.emit("started", f"starting a new run in {session.store.url}")
+        session.saver.queue_claim_chores()
+        session.warnings.of_workers()
+
+    def _compare_lives(self, entry: Entry) -> None:
+        """Log the settings that have changed since the process that saved the checkpoint."""
+        session, claim = self._session, self._session.owner.claim
+        if claim is None or not session.ranks.is_leader:
+            return
+        session.untrained = (entry.step, session.history.changed_settings(entry.manifest))
+        changes = session.history.compare_with_base(entry.manifest, claim.epoch)
+        if changes:
+            text = "\n".join(f"  {line}" for line in changes)
+            session.emit("changed", f"changed since {entry.folder}:\n{text}", step=entry.step)
+
+    def _continue_from(
+        self, found: LoadCandidate, script: ScriptSettings, *, is_rollback: bool
+    ) -> tuple[str, ...]:
+        """Log notes of a successful load; after a full load, continue the run from it.
+
+        Returns the notes on settings that the script and the checkpoint have otherwise.
+        """
+        session = self._session
+        try:
+            replaced, origins = script.restore_settings(found)
+        except BaseException as error:
+            session.applier.half_loaded = f"{found.entry.folder} was loaded without override"
+            if not isinstance(error, UsageError):
+                raise
+            raise UsageError(
+                f"{error}\n{found.entry.folder} is loaded without override. Before a save, load "
+                "again: with another override, or without one"
+            ) from error
+        session.boundary.restart_after_load()
+        session.warnings.loaded()
+        prepared = found.prepared
+        for note in (*found.one_sided.skip_notes, *prepared.lost, *prepared.tolerated, *replaced):
+            session.emit("warning", f"{found.entry.folder}: {note}", folder=found.entry.folder)
+        if not found.options.is_full:
+            return replaced
+        session.history.origins, session.quiet = origins, NEVER_QUIET
+        session.saver.standing, session.saver.is_rollback = found.entry, is_rollback
+        session.clock.continue_from_entry(found.entry)
+        session.validated.start_from_checkpoint(found.entry)
+        session.warnings.positions.start_counting(found.entry.step)
+        if found.is_proof:
+            session.housekeeper.trust(found.entry)
+        return replaced
+
+    def _loaded(
+        self, found: LoadCandidate, reader: CheckpointSearch, replaced: tuple[str, ...]
+    ) -> Checkpoint:
+        stored, world_size = found.entry.manifest.numerics, self._session.ranks.world_size
+        return loaded(found, reader, (*replaced, *differences(stored, numerics(world_size))))

@@ -1,0 +1,320 @@
+"""The parts of one manager, built from its options, and how they end together.
+
+Its saves (`save_controller`) and its loads (`load_controller`) share them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any, Literal
+
+from holdfast.checkpoints import Checkpoints, StateHooks
+from holdfast.checkpoints import best_rules as best_saves_of
+from holdfast.control import exits
+from holdfast.control.external_events import outside_of
+from holdfast.control.on_commit import commands_of
+from holdfast.control.save_requests import Requests
+from holdfast.control.stop import Stop
+from holdfast.encryption.messages import encrypted
+from holdfast.errors import HoldfastError, ManagerUnusable, UnsupportedState, UsageError
+from holdfast.events import Emitter
+from holdfast.format.manifest import WatchedMetric
+from holdfast.loading.distributed import applying
+from holdfast.maintenance.housekeeping import FollowingChores, IntervalMeasurements, PostSaveTasks
+from holdfast.maintenance.preflight import FirstSaveChecks, probe_as_follower
+from holdfast.ownership.owner import left_s
+from holdfast.ownership.process import liveness, this_process
+from holdfast.ownership.tiered_catalog import catalog_of
+from holdfast.ownership.tiered_options import Tiered, TierRules
+from holdfast.policy.clock import Time, parse
+from holdfast.policy.naming import compile_label
+from holdfast.policy.rules import best_rules
+from holdfast.policy.schedule import SaveSchedule
+from holdfast.policy.texts import policy_of
+from holdfast.ranks.chosen import GroupAlarm, coordinator_of
+from holdfast.ranks.coordinator import Coordinator, Processes
+from holdfast.replication.mirror import ownership
+from holdfast.saving.compression import Compressing, resolve_compress
+from holdfast.saving.distributed import DistributedSaves
+from holdfast.saving.progress_counters import Counters, ProgressClock
+from holdfast.saving.saver import Saver
+from holdfast.saving.script_warnings import ScriptWarnings
+from holdfast.saving.settings_history import SettingsHistory
+from holdfast.saving.step_boundary import StepBoundary
+from holdfast.saving.validated import ValidatedSaves
+from holdfast.staging.overlap import Overlap
+from holdfast.state.capture.capture import Captured, Capturer
+from holdfast.state.capture.edits import edited
+from holdfast.state.capture.refusals import refusals, slots_stamp
+from holdfast.state.components import RNG, check_state, marked, refuse_fsdp1, unwrapped
+from holdfast.threads.buffers import collector_paused
+
+_UPLOADS_END_S = 6.0
+"""Time that a stop's grace keeps for ending the uploads under way, and for releasing the run."""
+_OMITTED = (
+    "Keep it out of the state, or, if the script makes it anew, let StateHooks(edit_save=…) leave "
+    "it out of each save (docs/saving.md)"
+)
+
+NEVER_QUIET = (0, 0.0)
+
+
+class Session:
+    """Parts of one manager, from its construction to its end.
+
+    Methods run in the training thread unless they name another one.
+    """
+
+    def __init__(
+        self,
+        root: Any,
+        options: Mapping[str, Any],
+        state: Mapping[str, Any],
+        *,
+        max_duration: str | Time | None,
+        on_failure: Literal["raise", "warn"],
+        hooks: StateHooks | None,
+        stop: Stop | None,
+        counters: Counters | None,
+        config: Mapping[str, object] | None,
+        ranks: Coordinator | Literal["group"] | None,
+    ) -> None:
+        """Build the parts; `options` are those of `Checkpoints`, unless `root` is one."""
+        state, per_rank = marked(state)
+        check_state(state)
+        refuse_fsdp1(state)
+        self.state = state = unwrapped(state)
+        self.hooks = hooks if hooks is not None else StateHooks()
+        self._judged: object = None
+        """Stamp of the optimizer slots that were last looked at."""
+        if self.hooks.edit_save is None:  # else the first `maybe_save` looks at what it leaves
+            self.expect_savable()
+        checkpoints = Checkpoints.of(root, options)
+        if checkpoints.root is None:
+            raise UsageError("root=None: a CheckpointManager needs a root to save in")
+        rules = TierRules.combine_rules(
+            checkpoints.root, checkpoints.keep, checkpoints.savers, {*state, RNG}
+        )
+        compressions = resolve_compress(checkpoints.compress, {*state, RNG})
+        timeout_s = checkpoints.save_timeout_s
+        self.emit = Emitter((*checkpoints.sinks, *commands_of(checkpoints.on_commit)))
+        warn = partial(self.emit, "warning")
+        length = None if max_duration is None else parse(max_duration, what="max_duration")
+        processes = Processes(own=this_process(), has_ended=lambda one: liveness(one) == "dead")
+        self.ranks = encrypted(coordinator_of(ranks, self.emit, processes), checkpoints.encrypt)
+        self._group_alarm = GroupAlarm(ranks, self.emit)
+        self._shares_ranks = isinstance(ranks, Coordinator)
+        if not self.ranks.is_leader:
+            self.emit.leave_reports()
+        is_shared = self.ranks.world_size > 1
+        self.schedule = SaveSchedule(
+            checkpoints.every, checkpoints.savers, max_duration=length, is_shared=is_shared
+        )
+        self.catalog = catalog_of(checkpoints.root, self.emit, checkpoints.encrypt)
+        self.store = self.catalog.store
+        self._capturer = Capturer(
+            state,
+            is_shared=is_shared,
+            per_rank=per_rank,
+            is_edited=self.hooks.edit_save is not None,
+        )
+        self.refuses_existing = checkpoints.on_existing == "error"
+        self.raises_failures = on_failure == "raise"
+        self.label = compile_label(checkpoints.label, run_name=checkpoints.run_name)
+        self._exit_timeout_s = checkpoints.exit_timeout_s
+        replaces = checkpoints.on_existing == "replace"
+        self.owner, self.uploads, self.housekeeper = ownership(
+            checkpoints.root,
+            self.catalog,
+            rules,
+            self.emit,
+            takeover=checkpoints.takeover,
+            replaces=replaces,
+            timeout_s=timeout_s,
+            leads=self.ranks.is_leader,
+        )
+        self.distributed = DistributedSaves(
+            self.ranks,
+            timeout_s=timeout_s,
+            look=partial(probe_as_follower, self.store, self.ranks.rank, self.emit),
+            warn=warn,
+            may_wait=isinstance(checkpoints.root, Tiered)
+            and checkpoints.root.options.max_lag is not None,
+        )
+        self.clock = ProgressClock(self.catalog, self.schedule, counters, self.emit)
+        self.first_save = FirstSaveChecks(
+            self.catalog, self.owner, rules, self.emit, preflight=checkpoints.preflight
+        )
+        self.applier = applying(
+            self.ranks,
+            self.store,
+            self.owner,
+            self.emit,
+            timeout_s=timeout_s,
+            broadcasts=checkpoints.broadcast,
+        )
+        self.measurements = IntervalMeasurements(
+            self.store, self.owner, self.emit, self.schedule.auto
+        )
+        self.stop = stop
+        self.events = outside_of(
+            self.ranks,
+            Requests(self.store, emit=self.emit),
+            stop,
+            self._finish_at_stop,
+            timeout_s=timeout_s,
+            warn=warn,
+        )
+        self.overlap = Overlap(checkpoints.overlap or False, state, self.emit, timeout_s=timeout_s)
+        self.memory_budget = checkpoints.memory_budget_nbytes
+        self.saver = Saver(
+            self.store,
+            self.owner,
+            self.emit,
+            timeout_s=timeout_s,
+            memory_budget=self.memory_budget,
+            overlap=self.overlap,
+            compressing=Compressing(compressions, self.emit),
+            chores=(PostSaveTasks if self.ranks.is_leader else FollowingChores)(
+                self, self.owner, self.housekeeper, self.uploads, self.measurements
+            ),
+        )
+        self.validated = ValidatedSaves(
+            best_saves_of(checkpoints),
+            self.catalog,
+            self.emit,
+            is_alone=not is_shared,
+            is_leader=self.ranks.is_leader,
+        )
+        self.best = tuple(
+            WatchedMetric(metric=rule.metric, mode=rule.mode)
+            for rule in best_rules(rules.remote, rules.local)
+        )
+        self.policy = policy_of(
+            rules.local,
+            rules.remote if isinstance(checkpoints.root, Tiered) else None,
+            self.schedule,
+            replaces=replaces,
+        )
+        self.history = SettingsHistory(config, world_size=self.ranks.world_size)
+        self.warnings = ScriptWarnings(self.store.url, state, self.emit)
+        self.boundary = StepBoundary(state, self.emit)
+        self._pid = os.getpid()
+        self.is_closed = False
+        self.is_unused = True
+        """Whether this manager has neither loaded nor saved, so that a resume may load in place."""
+        self.quiet = NEVER_QUIET
+        """Step, and seconds of the monotonic clock, until which `maybe_save` is a no-op."""
+        self.untrained: tuple[int, tuple[str, ...]] = (0, ())
+        """The step that was resumed, and the settings that have changed since its save."""
+        exits.register(self)
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process has claimed the run."""
+        return self.owner.claim is not None and self.ranks.is_leader
+
+    # The state
+
+    def capture(self, only: Collection[str] | None) -> Captured:
+        """Capture the state, or some components, as the hook `edit_save` leaves it."""
+        with collector_paused():
+            captured = self._capturer.capture(only)
+            edit = self.hooks.edit_save
+            return captured if edit is None else edited(captured, edit)
+
+    def expect_savable(self) -> None:
+        """Refuse what no save could hold, as soon as it exists."""
+        now = slots_stamp(self.state)
+        if now == self._judged:
+            return
+        self._judged = now
+        found = refusals(self.state)
+        if found and self.hooks.edit_save is None:
+            raise UnsupportedState(found, hint=_OMITTED)
+        if found:
+            self.capture(None)  # raises it, unless the hook omits all of that
+
+    # The time between two calls
+
+    def check_process(self) -> None:
+        """Raise `ManagerUnusable` if the manager is closed, or is another process's."""
+        if self.is_closed:
+            raise ManagerUnusable(f"{self.store.url}: this manager is closed")
+        if os.getpid() != self._pid:
+            raise ManagerUnusable(
+                f"{self.store.url}: this manager belongs to process {self._pid}; "
+                "make one of your own after a fork"
+            )
+        self._group_alarm.warn_if_grouped()
+
+    def check_usable(self) -> None:
+        """Raise `ManagerUnusable` also if a failed load has left the state half loaded."""
+        self.check_process()
+        self.applier.expect_whole()
+
+    def wait_for_save(self, limit_s: float, *, but_housekeeping: bool = False) -> None:
+        """Wait for the save under way, whose error the caller raises next."""
+        wait = self.saver.wait_for_arenas if but_housekeeping else self.saver.wait_until_idle
+        wait(limit_s)
+        exits.record_raised(self)
+
+    def raise_failure(self) -> None:
+        """Raise the error of the last save, unless `on_failure` is "warn"."""
+        if self.raises_failures:
+            self.saver.raise_failure()
+
+    # The end
+
+    def finish(self, timeout_s: float) -> None:
+        """Finish saves and uploads, release the run, and raise the first error."""
+        if self.is_closed or os.getpid() != self._pid:
+            return
+        self.warnings.of_untrained(*self.untrained, self.clock.newest_step)
+        upload_failure: HoldfastError | None = None
+        end = time.monotonic() + timeout_s
+        try:
+            self.saver.wait_until_idle(timeout_s)
+        finally:
+            self.is_closed = True
+            self.events.stop_polling()
+            exits.unregister(self)
+            self.overlap.step_guard.remove_hook()
+            self.boundary.stop_watching()
+            try:
+                free_s = math.inf if self.stop is None else self.stop.free_s
+                self.uploads.finish_uploads(min(left_s(end), max(0.0, free_s - _UPLOADS_END_S)))
+            except HoldfastError as error:
+                upload_failure = error  # raised when everything is closed
+            self.saver.close_threads()
+            self.owner.release_run(left_s(end))
+            if not self._shares_ranks:
+                self.ranks.close()
+            self.emit("closed", f"{self.store.url}: closed")
+        self.saver.raise_failure()
+        if upload_failure is not None:
+            raise upload_failure
+
+    def finish_at_exit(self) -> str | None:
+        """Close at the interpreter's exit; return the outcome of a save that was under way.
+
+        Raises:
+            HoldfastError: a save failed or was given up, and its error was not raised yet.
+        """
+        if os.getpid() != self._pid:
+            return None
+        pending = self.saver.pending
+        under_way = pending is not None and not pending.done()
+        self.finish(self._exit_timeout_s)
+        if pending is None or not under_way:
+            return None
+        return f"save of step {pending.step} was committed while the program ended"
+
+    def _finish_at_stop(self, timeout_s: float) -> str:
+        """Finish the save under way when a stop's time is over, in a thread of the stop."""
+        outcome = self.saver.finish_at_stop(timeout_s)
+        return "; ".join(text for text in (outcome, self.uploads.unsent()) if text)
