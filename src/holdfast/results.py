@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from enum import Enum
 from html import escape
 from typing import Literal
 
@@ -177,11 +178,52 @@ def build_checkpoint(
     )
 
 
-class Phase:
-    """Holder of a text that says what a save is doing now, for `repr` and time-out errors."""
+class SavePhase(str, Enum):
+    """Phase of a save, in their order: of a `PendingSave`, in messages among ranks and in errors.
+
+    The first seven are in the training thread, and the others in the save thread.
+    """
+
+    UNCOUNTED = "maybe_save, before it knew whether a save was due"
+    UNRECORDED = "save, before it could record the step as the others did"
+    DUE = "maybe_save, with a save due"
+    CALLED = "calling save"
+    HOOK = "before_save"
+    PREPARING = "preparing the save"
+    SHARING = "sharing its state"
+    QUEUED = "waiting to start"
+    AGREEING = "waiting for the other ranks to begin"
+    FOLDER = "making the folder"
+    WRITING = "writing"
+    DIGESTING = "digesting"
+    SYNCING = "waiting for stable storage to have"
+    COPYING = "waiting for the copy"
+    GATHERING = "waiting for the files of the other ranks in"
+    CHECKING = "checking sizes in"
+    COMMITTING = "committing"
+    HOUSEKEEPING = "doing the housekeeping after it"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class SaveProgress:
+    """The phase that a save is in, and the file or folder of it. Any thread may read it."""
 
     def __init__(self) -> None:
-        self.text = "waiting to start"
+        self._now = (SavePhase.PREPARING, "")
+
+    def enter(self, phase: SavePhase, subject: str = "") -> None:
+        """Enter a phase, for a file or folder of the save."""
+        self._now = (phase, subject)
+
+    @property
+    def phase(self) -> SavePhase:
+        """The phase that the save is in."""
+        return self._now[0]
+
+    def __str__(self) -> str:
+        return " ".join(self._now).rstrip()
 
 
 class PendingSave:
@@ -192,7 +234,9 @@ class PendingSave:
     the manager's next call and by its `close`.
     """
 
-    def __init__(self, step: int, due: Due, *, timeout_s: float) -> None:
+    def __init__(
+        self, step: int, due: Due, *, timeout_s: float, progress: SaveProgress | None = None
+    ) -> None:
         self.step = step
         self.due = due
         """Why the save was started, its class, and the components in it."""
@@ -203,7 +247,7 @@ class PendingSave:
         self._timeout_s = timeout_s
         self.stall_s = 0.0
         """Seconds that the call to `save` took."""
-        self.phase = Phase()
+        self.progress = progress if progress is not None else SaveProgress()
         self.delivered = False
         """Whether `wait` has raised the failure, or another caller has handled it."""
 
@@ -226,7 +270,12 @@ class PendingSave:
             return f"failed with {type(error).__name__}"
         if self.done():
             return f"committed as {self.committed.result().folder}"
-        return f"{self.phase.text}, {'copied' if self.staged.done() else 'not yet copied'}"
+        return f"{self.progress}, {'copied' if self.staged.done() else 'not yet copied'}"
+
+    @property
+    def phase(self) -> SavePhase:
+        """The phase that the save is in, or was in when it ended."""
+        return self.progress.phase
 
     def done(self) -> bool:
         """Whether the save has committed or failed."""
@@ -247,13 +296,13 @@ class PendingSave:
             self.committed,
             timeout_s=limit_s,
             what=f"save of step {self.step}",
-            doing=lambda: self.phase.text,
+            doing=lambda: str(self.progress),
         )
         _, running = wait([self.committed], timeout=max(end_s - time.monotonic(), 0.0))
         if running:
             raise DeadlineExceeded(
                 f"save of step {self.step}: not done after {time_limit(limit_s)}; it is "
-                f"{self.phase.text}"
+                f"{self.progress}"
             )
         self.delivered = self.committed.exception() is not None
         return self.committed.result()

@@ -18,7 +18,7 @@ from holdfast.ownership.annotations import checked_metrics, checked_reasons, che
 from holdfast.policy.savers import Due
 from holdfast.policy.schedule import together
 from holdfast.policy.triggers import Event
-from holdfast.results import PendingSave
+from holdfast.results import PendingSave, SavePhase
 from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.save import SaveRequest
 from holdfast.saving.settings_history import numerics
@@ -184,7 +184,12 @@ class SaveController:
         is_last = is_last or (session.stop is not None and session.stop.requested is not None)
         # Whatever fails from here on fails the save of all ranks, which count their saves alike.
         call = (due.save_class, now.epoch, now.cycle, now.samples, now.tokens)
-        with session.distributed.start_joint_save(now.step, *call) as joint:
+        joint = (
+            SaveParticipant()
+            if session.ranks.world_size == 1
+            else session.distributed.start_joint_save(now.step, *call)
+        )
+        with joint:
             try:
                 given = checked_tags(tags)
                 due = replace(due, tags=(*due.tags, *given))
@@ -199,7 +204,7 @@ class SaveController:
                 hook = session.hooks.before_save
                 unhealthy = checked_reasons(None if hook is None else hook(now, measured))
             except SaveSkipped as error:
-                joint.report_failure(error, "before_save")
+                joint.report_failure(error, SavePhase.HOOK)
                 session.emit("save_skipped", str(error), step=now.step)
                 return PendingSave.skipped(now.step, due, error)
             if not is_last:

@@ -50,7 +50,7 @@ def test_a_manager_that_is_closed_has_given_its_memory_back(
             run.step()
             manager.save(step).wait()
             counts.append(len(runtime.registered))
-        kept = manager._session.saver._stager._files.values()
+        kept = manager._session.saver.stager._files.values()
         images = [weakref.ref(image) for files in kept for image in files]
         assert images
         assert counts == [counts[0]] * 3

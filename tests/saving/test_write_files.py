@@ -15,7 +15,7 @@ import pytest
 from holdfast import errors
 from holdfast.format.blocks import block_digest, digest_blocks, list_blocks, num_blocks
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.results import Phase
+from holdfast.results import SaveProgress
 from holdfast.saving import write_files as writing
 from holdfast.saving.write_files import FileToWrite, WrittenFile, write_files
 from holdfast.staging.interfaces import BytesContent
@@ -73,7 +73,7 @@ def write(
     store: Store,
     files: list[FileToWrite],
     pools: tuple[Workers, Workers],
-    phase: Phase | None = None,
+    progress: SaveProgress | None = None,
     timeout_s: float = 60,
 ) -> dict[str, WrittenFile]:
     workers, writers = pools
@@ -82,7 +82,7 @@ def write(
         files,
         workers=workers,
         writers=writers,
-        phase=phase or Phase(),
+        progress=progress or SaveProgress(),
         timeout_s=timeout_s,
     )
 
@@ -265,8 +265,8 @@ def test_what_hangs_is_named(tmp_path: Path, pools: tuple[Workers, Workers], op:
     store = LocalStore(tmp_path)
     store.make_folder("f")
     fault = Fault(kind="hang", op=op, key="f/1", deadline_s=60)  # type: ignore[arg-type]
-    phase = Phase()
+    progress = SaveProgress()
     with pytest.raises(errors.DeadlineExceeded, match="f/1"):
-        write(FaultyStore(store, [fault]), files_of((0, 1)), pools, phase, timeout_s=1)
-    assert "f/1" in phase.text
+        write(FaultyStore(store, [fault]), files_of((0, 1)), pools, progress, timeout_s=1)
+    assert "f/1" in str(progress)
     fault.release.set()

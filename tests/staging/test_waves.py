@@ -109,7 +109,7 @@ def test_a_state_that_fits_is_staged_as_a_whole(tmp_path: Path) -> None:
     state = {"x": torch.zeros(BLOCK_NBYTES // 4)}
     with CheckpointManager(tmp_path, {"s": state}, memory_budget="32MiB") as manager:
         manager.save(1).wait()
-        assert manager._session.saver._stager._pool is None
+        assert manager._session.saver.stager._pool is None
 
 
 @pytest.mark.parametrize("budget", [1, BUDGET - 1, "1MiB", "much"])
@@ -201,7 +201,7 @@ def test_the_budget_holds_for_parts_that_are_saved_one_by_one(tmp_path: Path) ->
     with CheckpointManager(tmp_path, state, memory_budget=BUDGET, preflight=False) as manager:
         for number, name in enumerate("abcd", start=1):
             manager.save(number, components=[name]).wait()
-            kept = manager._session.saver._stager._files.values()
+            kept = manager._session.saver.stager._files.values()
             assert sum(
                 f.file.nbytes for files in kept for f in files if isinstance(f, FileImage)
             ) <= (BUDGET + BLOCK_NBYTES)

@@ -31,7 +31,7 @@ from holdfast.interop.roots import WrittenRoot
 from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_no_loss
 from holdfast.keys import Encryption
 from holdfast.policy.naming import DEFAULT_LABEL
-from holdfast.results import Checkpoint, Phase, build_checkpoint
+from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.root.catalog import Catalog
 from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.save import SaveRequest, write
@@ -323,7 +323,7 @@ def commit_import(
             left_out=() if RNG in plan.taken else (RNG,),
         )
         tools = written.tools(_TIMEOUT_S)
-        attempt, _ = write(tools, staged, request, SaveParticipant(), phase=Phase())
+        attempt, _ = write(tools, staged, request, SaveParticipant())
         written.publish_attempt(attempt)
     finally:
         transfer.stop_reading_ahead()

@@ -122,14 +122,11 @@ class Coordinator(ABC):
             raise UsageError(f"rank={rank} must be from 0 to {world_size - 1}")
         self.rank = rank
         self.world_size = world_size
+        self.is_leader = rank == LEADER
+        """Whether this rank decides."""
         self._numbers = count()
         self._uses: deque[tuple[str, str]] = deque(maxlen=_NUM_KNOWN_USES)
         self._use_lock = Lock()
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this rank decides."""
-        return self.rank == LEADER
 
     def number(self) -> int:
         """Return 0, 1, 2 and so on; all ranks call it in the same order.

@@ -45,7 +45,7 @@ from holdfast.ranks.coordinator import (
     Watch,
     decode_message,
 )
-from holdfast.results import Phase
+from holdfast.results import SavePhase
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import SaveAttempt, check_ownership, give_up
 from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
@@ -87,9 +87,6 @@ _EQUAL_ADVICE = (
     "pipeline stages and experts, need names of their own. Replicas must be kept equal, as DDP "
     "does. Or mark the component as holdfast.PerRank, and each rank saves its own"
 )
-_MISCOUNTED = "maybe_save, before it knew whether a save was due"
-_UNRECORDED = "save, before it could record the step as the others did"
-"""Phases of a rank after whose failure saves cannot be numbered alike any more."""
 
 
 class _PlanNote(msgspec.Struct, frozen=True, tag="plan"):
@@ -356,10 +353,10 @@ class _RanksSave(SaveParticipant):
         self._assignment, self._is_agreed = assignment, True
 
     @override
-    def report_failure(self, error: BaseException, phase: str) -> None:
+    def report_failure(self, error: BaseException, phase: SavePhase | None = None) -> None:
         self._together.known.pop(self._components, None)
         self._together.record_lost_count(error, self._num_loads)
-        failure = RankFailure.from_error(error, phase=phase)
+        failure = RankFailure.from_error(error, phase=phase or self.progress.phase)
         # Ranks that this does not reach learn it at the deadline, from the register.
         with suppress(HoldfastError):
             self._ranks.fail(self._tag(self._said), failure, timeout_s=_FAIL_S)
@@ -419,10 +416,10 @@ class LeadingSave(_RanksSave):
         return self._own_part(captured)
 
     @override
-    def agree_on_plan(self, owner: Ownership, phase: Phase) -> None:
+    def agree_on_plan(self, owner: Ownership) -> None:
         if self._is_agreed:
             return
-        phase.text = "waiting for the other ranks to begin"
+        self.progress.enter(SavePhase.AGREEING)
         self._collect_shares()
         if self._plan_is_new:
             self._expect_same_part(self._plan.assignment)
@@ -467,14 +464,14 @@ class LeadingSave(_RanksSave):
         self._said = "folder"
 
     def announce_folder(self, attempt: SaveAttempt, trees: Mapping[str, bytes]) -> None:
-        """Tell the followers where to write."""
+        """Tell the followers where to write. In the save thread."""
         self._trees = trees
         digests = {name: blake3(tree).digest() for name, tree in trees.items()}
         self._announce_part("folder", _FolderNote(attempt.folder, attempt.save_id, digests))
         self._said = "outcome"
 
     def collect_written(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
-        """Collect what all ranks have written, and join their trees."""
+        """Collect what all ranks have written, and join their trees. In the save thread."""
         self._post("files", self._files_post(files, staged, {}))
         posts = self._collect_posts("files", _FilesPost)
         self._expect_own_names(posts)
@@ -497,26 +494,25 @@ class LeadingSave(_RanksSave):
             names = [file.plain for file in post.files]
             twice = sorted(name for name in {*names} if name in taken or names.count(name) > 1)
             if twice:
-                failure = RankFailure("writing its files", f"{twice[0]} is written twice")
+                failure = RankFailure(SavePhase.WRITING, f"{twice[0]} is written twice")
                 raise RanksFailed(self._name, {rank: failure})
             taken.update(names)
 
     def succeed(self) -> None:
-        """Tell the followers that the manifest was put."""
+        """Tell the followers that the manifest was put. In the save thread."""
         # The checkpoint stands, whether or not they hear of it.
         with suppress(HoldfastError):
             self._announce_part("outcome", _OutcomeNote(doubt=None))
 
     @override
-    def report_failure(self, error: BaseException, phase: str) -> None:
+    def report_failure(self, error: BaseException, phase: SavePhase | None = None) -> None:
         if not self.is_in_doubt:
             super().report_failure(error, phase)
             return
         self._together.known.pop(self._components, None)
         with suppress(HoldfastError):
-            self._announce_part(
-                "outcome", _OutcomeNote(doubt=RankFailure.from_error(error, phase=phase))
-            )
+            doubt = RankFailure.from_error(error, phase=phase or self.progress.phase)
+            self._announce_part("outcome", _OutcomeNote(doubt=doubt))
 
     @override
     def _drop_posts(self) -> None:
@@ -567,7 +563,7 @@ class LeadingSave(_RanksSave):
                 why = (
                     f"it saves with {has}; the leader with {leader_has}. All ranks must save alike"
                 )
-                odd[rank] = RankFailure("sharing its state", why)
+                odd[rank] = RankFailure(SavePhase.SHARING, why)
         if odd:
             raise RanksFailed(self._name, odd)
         self._compare_records([share.recorded for share in shares])
@@ -608,7 +604,7 @@ class LeadingSave(_RanksSave):
         if known is None and len(new) < len(shares):
             lacking = next(r for r, share in enumerate(shares) if isinstance(share, Unchanged))
             why = "it goes by a plan that the leader does not have; its next save sends all"
-            raise RanksFailed(self._name, {lacking: RankFailure("sharing its state", why)})
+            raise RanksFailed(self._name, {lacking: RankFailure(SavePhase.SHARING, why)})
         whole = [
             share if isinstance(share, Share) else (known or new)[rank]
             for rank, share in enumerate(shares)
@@ -712,9 +708,9 @@ class FollowingSave(_RanksSave):
         return self._own_part(captured)
 
     @override
-    def agree_on_plan(self, owner: Ownership, phase: Phase) -> None:
+    def agree_on_plan(self, owner: Ownership) -> None:
         if not self._is_agreed:
-            phase.text = "waiting for the leader to begin"
+            self.progress.enter(SavePhase.AGREEING)
             self._hear_plan(owner)
 
     @override
@@ -728,9 +724,9 @@ class FollowingSave(_RanksSave):
         self._said = "files"
         return self._receive_part("comparison", _Verdict).is_unchanged
 
-    def hear_folder(self, phase: Phase) -> SaveAttempt:
-        """Wait until the leader has made the folder."""
-        phase.text = "waiting for the leader to make the folder"
+    def hear_folder(self) -> SaveAttempt:
+        """Wait until the leader has made the folder. In the save thread."""
+        self.progress.enter(SavePhase.FOLDER)
         note = self._receive_part("folder", _FolderNote)
         self._trees = note.trees
         name = layout.parse_attempt(note.folder)
@@ -746,7 +742,7 @@ class FollowingSave(_RanksSave):
                 self._doubt()
 
     def post_files(self, files: Sequence[OwnFile], staged: Staged) -> None:
-        """Tell the leader what this rank has written."""
+        """Tell the leader what this rank has written. In the save thread."""
         differing = {
             name: tree
             for name, tree in staged.trees.items()
@@ -754,9 +750,12 @@ class FollowingSave(_RanksSave):
         }
         self._post("files", self._files_post(files, staged, differing))
 
-    def outcome(self, store: Store, attempt: SaveAttempt, phase: Phase) -> Manifest:
-        """Wait for the outcome; from a leader that is silent or lost it is in the register."""
-        phase.text = f"waiting for the leader to commit {attempt.folder}"
+    def outcome(self, store: Store, attempt: SaveAttempt) -> Manifest:
+        """Wait for the outcome; from a leader that is silent or lost it is in the register.
+
+        In the save thread.
+        """
+        self.progress.enter(SavePhase.COMMITTING, attempt.folder)
         error = self._doubt()
         if error is not None and not give_up(
             store, attempt, by=f"rank {self._ranks.rank}", reason=str(error)
@@ -881,10 +880,9 @@ class DistributedSaves:
     def start_joint_save(self, step: int, *call: object) -> SaveParticipant:
         """Begin a save; all ranks begin their n-th at the same point of the program.
 
-        `call` has the class of the save, and `epoch`, `cycle`, `samples` and `tokens`.
+        In the training thread. `call` has the class of the save, and `epoch`, `cycle`, `samples`
+        and `tokens`.
         """
-        if self.ranks.world_size == 1:
-            return SaveParticipant()
         kind = LeadingSave if self.ranks.is_leader else FollowingSave
         return kind(self, step, call)
 
@@ -913,7 +911,7 @@ class DistributedSaves:
         if not isinstance(error, RanksFailed) or num_loads != self.num_loads:
             return
         for rank, (phase, reason) in error.failed.items():
-            if phase in (_MISCOUNTED, _UNRECORDED):
+            if phase in (SavePhase.UNCOUNTED, SavePhase.UNRECORDED):
                 self.miscounted = f"rank {rank} raised {reason} in {phase}"
 
     @contextmanager
@@ -925,7 +923,7 @@ class DistributedSaves:
         except BaseException as error:
             if self._count == before:
                 self._refused = error
-                self.start_joint_save(-1).report_failure(error, "calling save")
+                self.start_joint_save(-1).report_failure(error, SavePhase.CALLED)
             raise
 
     def know_due(self, is_due: bool) -> None:
@@ -936,18 +934,18 @@ class DistributedSaves:
     def one_call(self) -> Iterator[None]:
         """Tell the others if a `maybe_save` fails before it begins a save that may be due."""
         if self._refused is not None:
-            self._lose_count(self._refused, _UNRECORDED)
+            self._lose_count(self._refused, SavePhase.UNRECORDED)
         self._is_due_known, before = False, self._count
         try:
             yield
         except BaseException as error:
             if not self._is_due_known:
-                self._lose_count(error, _MISCOUNTED)
+                self._lose_count(error, SavePhase.UNCOUNTED)
             elif self._is_due_known and self._is_due and self._count == before:
-                self.start_joint_save(-1).report_failure(error, "maybe_save, with a save due")
+                self.start_joint_save(-1).report_failure(error, SavePhase.DUE)
             raise
 
-    def _lose_count(self, error: BaseException, phase: str) -> None:
+    def _lose_count(self, error: BaseException, phase: SavePhase) -> None:
         """Record, and tell the others, that this rank may number its saves otherwise than they."""
         if self.miscounted is None:
             self.miscounted = f"rank {self.ranks.rank} raised {error!r} in {phase}"

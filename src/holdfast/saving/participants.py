@@ -16,7 +16,7 @@ from holdfast.format.index import StoredBlocks, TensorTable
 from holdfast.format.manifest import FileEntry
 from holdfast.ownership.owner import Ownership
 from holdfast.ranks.coordinator import LEADER
-from holdfast.results import Phase
+from holdfast.results import SavePhase, SaveProgress
 from holdfast.saving.probe import ProbeResult, SaveSize
 from holdfast.staging.interfaces import Staged
 
@@ -58,6 +58,7 @@ class SaveParticipant:
 
     def __init__(self) -> None:
         self.began_s = time.perf_counter()
+        self.progress = SaveProgress()
         self.is_under_way = False
         """Whether the background has it, and alone says what becomes of it."""
 
@@ -71,18 +72,24 @@ class SaveParticipant:
         trace: TracebackType | None,
     ) -> None:
         if error is not None and not self.is_under_way:
-            self.report_failure(error, "preparing the save")
+            self.report_failure(error)
 
     def note_arguments(
         self, tags: Sequence[str], metrics: Mapping[str, float], config: Mapping[str, str]
     ) -> None:
-        """Note arguments of the save, for the leader to compare with those of the other ranks."""
+        """Note arguments of the save, for the leader to compare with those of the other ranks.
+
+        In the training thread.
+        """
 
     def announce_wait(self) -> None:
-        """Tell the followers that the leader waits for uploads before it begins."""
+        """Tell the followers that the leader waits for uploads before it begins.
+
+        In the training thread.
+        """
 
     def propose(self, captured: Captured) -> None:
-        """Tell the leader what this rank holds."""
+        """Tell the leader what this rank holds. In the training thread."""
         parts = captured.components.values()
         partial = [
             (f"{part.name}.{key}", "this process holds a part of it, and was told of no others")
@@ -94,28 +101,40 @@ class SaveParticipant:
             raise UnsupportedState(partial)
 
     def estimate_size(self, captured: Captured) -> SaveSize:
-        """Return about how many bytes and files the save will have."""
+        """Return about how many bytes and files the save will have. In the training thread."""
         specs = [spec for part in captured.components.values() for spec in part.specs]
         trees = sum(len(part.tree) for part in captured.components.values())
         nbytes = sum(spec.nbytes for spec in specs) + 2 * trees + 200 * len(specs)
         return SaveSize(nbytes=nbytes, num_files=2 * len(captured.components) + 2)
 
     def probe_followers(self, folder: str) -> Sequence[ProbeResult]:
-        """Let the followers try the root, in a scratch folder; return what each has found."""
+        """Let the followers try the root, in a scratch folder; return what each has found.
+
+        In the training thread.
+        """
         return ()
 
     def select_own_part(self, captured: Captured, owner: Ownership) -> Captured:
-        """Return what this rank writes of a captured state; a follower learns of the claim."""
+        """Return what this rank writes of a captured state; a follower learns of the claim.
+
+        In the training thread.
+        """
         return captured
 
-    def agree_on_plan(self, owner: Ownership, phase: Phase) -> None:
-        """End the agreement on the plan, if it is left to the background."""
+    def agree_on_plan(self, owner: Ownership) -> None:
+        """End the agreement on the plan, if it is left to the background. In the save thread."""
 
     def set_known_checkpoint(self, folder: str) -> None:
-        """Say which checkpoint of this step this rank knows, before it shares what it holds."""
+        """Say which checkpoint of this step this rank knows, before it shares what it holds.
+
+        In the training thread.
+        """
 
     def begin_to_compare(self) -> None:
-        """Begin to compare the save with the checkpoint of its step, on all ranks."""
+        """Begin to compare the save with the checkpoint of its step, on all ranks.
+
+        In the save thread.
+        """
 
     def matches_checkpoint(
         self,
@@ -125,6 +144,8 @@ class SaveParticipant:
     ) -> bool:
         """Whether the save would write what that checkpoint has.
 
+        In the save thread.
+
         Args:
             staged: what this rank would write.
             roots: digest of each file of that, by plain name; all ranks have all trees.
@@ -133,7 +154,7 @@ class SaveParticipant:
         return roots == recorded
 
     def announce_verdict(self, *, is_unchanged: bool) -> None:
-        """Tell the followers what `is_unchanged` returns to them."""
+        """Tell the followers what `is_unchanged` returns to them. In the save thread."""
 
-    def report_failure(self, error: BaseException, phase: str) -> None:
-        """Tell the other ranks that this one failed; they fail too."""
+    def report_failure(self, error: BaseException, phase: SavePhase | None = None) -> None:
+        """Tell the other ranks that this one failed, now or in `phase`; they fail too."""

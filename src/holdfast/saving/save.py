@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
 
@@ -39,7 +39,7 @@ from holdfast.format.tensors import TensorFile
 from holdfast.ownership.claim import Claim, expect_claim
 from holdfast.ownership.owner import Ownership
 from holdfast.ownership.process import utc_now
-from holdfast.results import Phase
+from holdfast.results import SavePhase
 from holdfast.root.commit import (
     SaveAttempt,
     abandon,
@@ -87,7 +87,10 @@ class SaveRequest:
 
 
 def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
-    """Compute the block digests of every file of a save except the index, by file name."""
+    """Compute the block digests of every file of a save except the index, by file name.
+
+    In the save thread.
+    """
     digests = {
         known.file.name: staged.compute_digests(known, workers, timeout_s)
         for known in staged.all_files
@@ -116,11 +119,11 @@ def write(
     request: SaveRequest,
     joint: SaveParticipant,
     *,
-    phase: Phase,
     overlapped: Overlapped | None = None,
 ) -> tuple[SaveAttempt, Manifest]:
     """Write a staged state as a new checkpoint, and commit it, together with the other ranks.
 
+    Runs in the save thread, in the phases of `joint.progress`; other threads write the blocks.
     The end of an `overlapped` copy is awaited before the commit.
     The folder is added to the owner's `unclear` if a repeated put of the manifest may still arrive,
     also when the save fails.
@@ -128,11 +131,13 @@ def write(
     A failure before the put of the manifest removes the written files; after it, the outcome is
     known or the error says that it is not.
     """
-    leading, following = _among_ranks(joint)
-    if following is not None:
-        return _write_as_follower(tools, staged, request, following, phase, overlapped)
-    store = tools.store
-    phase.text = "making the folder"
+    # Casts, because these classes need torch, and an import of foreign files does not.
+    if not joint.leads:
+        following = cast("FollowingSave", joint)
+        return _write_as_follower(tools, staged, request, following, overlapped)
+    leading = None if joint.world_size == 1 else cast("LeadingSave", joint)
+    store, progress = tools.store, joint.progress
+    progress.enter(SavePhase.FOLDER)
     expect_claim(store, request.claim)
     attempt = create_attempt(
         store,
@@ -146,18 +151,18 @@ def write(
         files = AttemptFiles(attempt, staged, tools, joint)
         if leading is not None:
             leading.announce_folder(attempt, staged.trees)
-            _write_own(files, request, files.iterate_tensor_files(), phase, overlapped)
-            phase.text = f"waiting for the files of the other ranks in {attempt.folder}"
+            _write_own(files, request, files.iterate_tensor_files(), overlapped)
+            progress.enter(SavePhase.GATHERING, attempt.folder)
             gathered = leading.collect_written(files.own, staged)
             files.add_gathered(gathered)
-            files.write_attempt_files(files.trees(gathered.trees), phase)
+            files.write_attempt_files(files.trees(gathered.trees))
         else:
             contents = chain(files.trees(staged.trees), files.iterate_tensor_files())
-            _write_own(files, request, contents, phase, overlapped)
-        write_index(files, phase)
+            _write_own(files, request, contents, overlapped)
+        write_index(files)
         request.timings["write_s"] = time.perf_counter() - began
         manifest = manifest_of(attempt, staged.kinds, request, files, joint.world_size)
-        phase.text = f"committing {attempt.folder}"
+        progress.enter(SavePhase.COMMITTING, attempt.folder)
         commit(store, attempt, manifest)
     except BaseException as error:
         clean_up(store, attempt, error, is_alone=joint.world_size == 1)
@@ -177,31 +182,22 @@ def write(
     return attempt, manifest
 
 
-def _among_ranks(joint: SaveParticipant) -> tuple[LeadingSave | None, FollowingSave | None]:
-    """Return a save by several ranks as what it is: one that leads, or one that follows."""
-    if type(joint) is SaveParticipant:
-        return None, None
-    # These need torch; an import does not.
-    from holdfast.saving.distributed import FollowingSave, LeadingSave
-
-    leading = joint if isinstance(joint, LeadingSave) else None
-    return leading, joint if isinstance(joint, FollowingSave) else None
-
-
 def _write_as_follower(
     tools: Tools,
     staged: Staged,
     request: SaveRequest,
     joint: FollowingSave,
-    phase: Phase,
     overlapped: Overlapped | None,
 ) -> tuple[SaveAttempt, Manifest]:
-    """Write this rank's files into the leader's folder, and wait for the commit."""
-    attempt = joint.hear_folder(phase)
+    """Write this rank's files into the leader's folder, and wait for the commit.
+
+    In the save thread.
+    """
+    attempt = joint.hear_folder()
     began = time.perf_counter()
     files = AttemptFiles(attempt, staged, tools, joint)
     try:
-        _write_own(files, request, files.iterate_tensor_files(), phase, overlapped)
+        _write_own(files, request, files.iterate_tensor_files(), overlapped)
     except HoldfastError as error:
         joint.expect_going_on(tools.store, attempt)
         if not isinstance(error, NotFound):
@@ -212,7 +208,7 @@ def _write_as_follower(
         ) from error
     request.timings["write_s"] = time.perf_counter() - began
     joint.post_files(files.own, staged)
-    manifest = joint.outcome(tools.store, attempt, phase)
+    manifest = joint.outcome(tools.store, attempt)
     files.record_commit(manifest, request)
     return attempt, manifest
 
@@ -221,14 +217,16 @@ def _write_own(
     files: AttemptFiles,
     request: SaveRequest,
     contents: Iterable[FileToWrite],
-    phase: Phase,
     overlapped: Overlapped | None,
 ) -> None:
-    """Write the files of this rank, and wait until they are durable and all of it was copied."""
+    """Write the files of this rank, and wait until they are durable and all of it was copied.
+
+    In the save thread.
+    """
     files.prepare_files(request)
-    files.write_attempt_files(contents, phase)
+    files.write_attempt_files(contents)
     request.timings["stage_s"] += files.staged.transfer.waited_s
-    phase.text = "waiting for the copy"
+    files.progress.enter(SavePhase.COPYING)
     if overlapped is not None:
         overlapped.expect_copied("the save", files.tools.timeout_s)
 
@@ -236,8 +234,8 @@ def _write_own(
 def clean_up(store: Store, attempt: SaveAttempt, error: BaseException, *, is_alone: bool) -> None:
     """Remove the files of a failed attempt; an error in that becomes the context of `error`.
 
-    With several ranks the abort marker stays: others may still write into the folder, and gc
-    removes what they leave.
+    In the save thread. With several ranks the abort marker stays: others may still write into the
+    folder, and gc removes what they leave.
     """
     if not isinstance(error, Exception):
         return  # the process is exiting: gc removes the folder later
@@ -261,6 +259,7 @@ class AttemptFiles:
         self.attempt = attempt
         self.staged = staged
         self.tools = tools
+        self.progress = joint.progress
         self._sealed = sealed(tools.store)
         if self._sealed is not None:
             self._sealed.join_attempt(attempt.folder, joint.rank, joint.world_size)
@@ -284,7 +283,7 @@ class AttemptFiles:
         """Plain bytes of the files that were written, not linked."""
 
     def prepare_files(self, request: SaveRequest) -> None:
-        """Prepare to compress and to link files."""
+        """Prepare to compress and to link files. In the save thread."""
         self.tools.compressing.prepare_save()
         point = request.claim.resumed_from
         self.tools.links.prepare_links(
@@ -300,7 +299,10 @@ class AttemptFiles:
             yield self._file(layout.tree_file(component), BytesContent(tree), encoding)
 
     def iterate_tensor_files(self) -> Iterator[FileToWrite]:
-        """Yield the tensor files to write, and link unchanged ones from an earlier checkpoint."""
+        """Yield the tensor files to write, and link unchanged ones from an earlier checkpoint.
+
+        In the save thread.
+        """
         compressing = self.tools.compressing
         for known in self.staged.all_files:
             if not self._link_unchanged(known):
@@ -339,15 +341,15 @@ class AttemptFiles:
         self._record_own_file(name, linked.name, linked.entry, digests, linked.stored)
         return True
 
-    def write_attempt_files(self, files: Iterable[FileToWrite], phase: Phase) -> None:
-        """Write files, wait until they are durable, and record them."""
+    def write_attempt_files(self, files: Iterable[FileToWrite]) -> None:
+        """Write files, wait until they are durable, and record them. In the save thread."""
         tools = self.tools
         found = write_files(
             tools.store,
             files,
             workers=tools.workers,
             writers=tools.writers,
-            phase=phase,
+            progress=self.progress,
             timeout_s=tools.timeout_s,
             throughput=tools.compressing.store,
             pieces=tools.compressing.pieces,
@@ -400,7 +402,10 @@ class AttemptFiles:
         self._tables = gathered.tables
 
     def index(self) -> bytes:
-        """Encode the checkpoint's index document, which lists tensors and block digests."""
+        """Encode the checkpoint's index document, which lists tensors and block digests.
+
+        In the save thread.
+        """
         plans: Mapping[str, Sequence[TensorFile] | TensorTable]
         if self._tables is None:
             plans = {
@@ -439,23 +444,29 @@ class AttemptFiles:
         )
 
     def record_commit(self, manifest: Manifest, request: SaveRequest) -> None:
-        """Remember the files of a committed save for links, and how fast they were written."""
+        """Remember the files of a committed save for links, and how fast they were written.
+
+        In the save thread.
+        """
         own = [file.name for file in self.own if file.name not in self.of_others]
         self.tools.links.record_linkable_files(self.attempt.folder, manifest, self.stored, own)
         self.tools.compressing.record_commit(self._nbytes_written, request.timings["write_s"])
 
 
-def write_index(files: AttemptFiles, phase: Phase) -> None:
-    """Write the index of all files of a save, and compare their sizes with the bytes written."""
+def write_index(files: AttemptFiles) -> None:
+    """Write the index of all files of a save, and compare their sizes with the bytes written.
+
+    In the save thread.
+    """
     folder, store = files.attempt.folder, files.tools.store
     index = files.index()
-    phase.text = f"writing {folder}/{layout.INDEX}"
+    files.progress.enter(SavePhase.WRITING, f"{folder}/{layout.INDEX}")
     store.put(f"{folder}/{layout.INDEX}", index)
     digest = blocks.file_digest(len(index), blocks.digest_blocks(index))
     files.entries[layout.INDEX] = FileEntry(nbytes=len(index), digest=digest)
     with suppress(StoreError):  # uploads whose reply was lost; gc removes the rest
         store.abort_uploads(folder)
-    phase.text = f"checking sizes in {folder}"
+    files.progress.enter(SavePhase.CHECKING, folder)
     _check_sizes(store, files)
 
 
@@ -483,7 +494,10 @@ def manifest_of(
     files: AttemptFiles,
     world_size: int,
 ) -> Manifest:
-    """Make the manifest of a save whose files and index are written; `kinds`: by component."""
+    """Make the manifest of a save whose files and index are written; `kinds`: by component.
+
+    In the save thread.
+    """
     components = {name: files.make_entry(name, kind) for name, kind in kinds.items()}
     listed = [name for entry in components.values() for name in entry.files]
     return Manifest(

@@ -29,7 +29,7 @@ from holdfast.ownership.annotations import annotate
 from holdfast.ownership.owner import Ownership
 from holdfast.policy.rule import MAIN
 from holdfast.policy.savers import Due
-from holdfast.results import PendingSave, build_checkpoint
+from holdfast.results import PendingSave, SavePhase, build_checkpoint
 from holdfast.root.catalog import Catalog, Entry, Marks, with_tags
 from holdfast.root.commit import check_ownership
 from holdfast.saving.compression import Compressing
@@ -71,7 +71,10 @@ class Chores(Protocol):
 
 
 class Saver:
-    """Runs saves and callbacks; `standing` is the full checkpoint last saved or resumed from."""
+    """Runs saves and callbacks; `standing` is the full checkpoint last saved or resumed from.
+
+    Methods run in the training thread; `close_threads` and `finish_at_stop` also in others.
+    """
 
     def __init__(
         self,
@@ -85,20 +88,21 @@ class Saver:
         compressing: Compressing,
         chores: Chores,
     ) -> None:
-        self._store = store
-        self._owner = owner
-        self._emit = emit
-        self._chores = chores
+        self.store = store
+        self.owner = owner
+        self.emit = emit
+        self.chores = chores
         self._background = Workers(1, "holdfast-save")
-        self._stager = Stager(memory_budget=memory_budget)
+        self.stager = Stager(memory_budget=memory_budget)
         self._overlap = overlap
-        self._compressing = compressing
+        self.compressing = compressing
         self._guarded = Guarded(keys={})
         self._overlapped: Overlapped | None = None
         self._staged: Staged | None = None
-        self._links = Links(store, emit)
+        self.links = Links(store, emit)
         self._job: Future[None] | None = None
         self.threads = Threads()
+        self._num_copiers = min(num_threads(), MAX_COPIERS)
         self.timeout_s = timeout_s
         self.limit_s = timeout_s
         """How long to wait for the end of the save under way."""
@@ -110,7 +114,8 @@ class Saver:
     def prepare_save(self, captured: Captured, *, is_awaited: bool = False) -> Staged:
         """Allocate memory for a captured state, copy small tensors, and plan the other copies.
 
-        No save may be under way. `is_awaited`: training waits for the commit anyway.
+        In the training thread. No save may be under way. `is_awaited`: training waits for the
+        commit anyway.
         """
         if self._overlapped is not None:
             self._overlapped.wait_for_copy("the next save", self.timeout_s)
@@ -118,24 +123,27 @@ class Saver:
             self._staged.transfer.wait_for_threads(self.timeout_s)
             self._staged = None
         self._guarded = Guarded(keys={})
-        if not self._stager.takes_waves(captured):
+        if not self.stager.takes_waves(captured):
             self._guarded = self._overlap.guard(captured)
         keys = self._guarded.keys
-        return self._stager.prepare_staging(captured, overlapped=keys, is_awaited=is_awaited)
+        return self.stager.prepare_staging(captured, overlapped=keys, is_awaited=is_awaited)
 
     def start_save(
         self, staged: Staged, request: SaveRequest, due: Due, joint: SaveParticipant
     ) -> PendingSave:
         """Copy the rest of a prepared state, and start to write and commit it in the background.
 
-        Writing starts before the copy if that ends the caller's wait sooner, else after it.
-        Overlapped tensors may still be being copied when this returns; optimizer steps wait.
+        In the training thread. Writing starts before the copy if that ends the caller's wait
+        sooner, else after it. Overlapped tensors may still be being copied when this returns;
+        optimizer steps wait.
         """
         self.limit_s = self.timeout_s + joint.patience_s
-        pending = PendingSave(request.timestamp.step, due, timeout_s=self.limit_s)
+        step = request.timestamp.step
+        pending = PendingSave(step, due, timeout_s=self.limit_s, progress=joint.progress)
         self.pending = pending
+        joint.progress.enter(SavePhase.QUEUED)
         on_success = partial(
-            self._emit,
+            self.emit,
             "staged",
             f"staged step {pending.step}",
             step=pending.step,
@@ -146,7 +154,7 @@ class Saver:
         self._overlapped = overlapped
         if overlapped is not None:
             pending.staged = overlapped.copied
-        write = partial(self._write_and_commit, pending, staged, request, joint, overlapped)
+        write = SaveTask(self, pending, staged, request, joint, overlapped).run
         self._job = None
         is_beside = overlapped is None and staged.transfer.is_early
         try:
@@ -154,9 +162,7 @@ class Saver:
             self._background.start()
             if is_beside:
                 self._job = self._background.submit(write)
-            staged.transfer.run_copies(
-                self.threads.workers, min(num_threads(), MAX_COPIERS) - 1, self.timeout_s
-            )
+            staged.transfer.run_copies(self.threads.workers, self._num_copiers - 1, self.timeout_s)
             if not is_beside:
                 # Last, because on few cores these threads take the time of this one.
                 # Known before it is queued: an interrupt may come right after that.
@@ -192,7 +198,7 @@ class Saver:
 
     def queue_claim_chores(self) -> None:
         """Queue the callback `after_claim` in the background, before the next save."""
-        self._job = self._background.submit(self._chores.after_claim)
+        self._job = self._background.submit(self.chores.after_claim)
 
     def wait_until_idle(self, timeout_s: float) -> None:
         """Wait until save and callbacks in the background have ended; ignores a failed save.
@@ -214,7 +220,7 @@ class Saver:
         except DeadlineExceeded as error:
             return str(error)
         newest = f"the newest checkpoint is {self.standing.folder}" if self.standing else None
-        return f"{self._store.url}: {newest or 'nothing was saved'}"
+        return f"{self.store.url}: {newest or 'nothing was saved'}"
 
     def wait_for_arenas(self, timeout_s: float) -> None:
         """Wait until the last save has committed or failed; later callbacks may still run."""
@@ -232,55 +238,70 @@ class Saver:
             raise failure
 
     def _deadline_error(self, timeout_s: float) -> DeadlineExceeded:
-        doing = self.pending.phase.text if self.pending is not None else "housekeeping"
+        doing = self.pending.progress if self.pending is not None else "housekeeping"
         return DeadlineExceeded(
-            f"{self._store.url}: not done after {time_limit(timeout_s)}; it is {doing}"
+            f"{self.store.url}: not done after {time_limit(timeout_s)}; it is {doing}"
         )
 
     def close_threads(self) -> None:
         """Close the threads, which end after their queued work; free memory if no save runs."""
         if self._job is not None and not self._job.done():
-            self._owner.is_clean = False
+            self.owner.is_clean = False
         else:
             # A closed manager may be referenced for long, or until the next garbage collection;
             # it should not keep a second copy of the state alive.
-            self._stager.free_memory()
+            self.stager.free_memory()
             self._overlapped = self._staged = None
         self._background.close_pool()
         self.threads.close_pools()
 
-    def _write_and_commit(
+
+class SaveTask:
+    """One staged save as a list of phases, which the save thread runs.
+
+    They are in `pending.progress`, which the save shares with its messages among ranks.
+    """
+
+    def __init__(
         self,
+        saver: Saver,
         pending: PendingSave,
         staged: Staged,
         request: SaveRequest,
         joint: SaveParticipant,
         overlapped: Overlapped | None,
     ) -> None:
+        self._saver = saver
+        self._store, self._owner, self._emit = saver.store, saver.owner, saver.emit
+        self._pending = pending
+        self._staged = staged
+        self._request = request
+        self._joint = joint
+        self._overlapped = overlapped
+
+    def run(self) -> None:
+        """Write and commit the save, and do the housekeeping; `pending` gets the outcome.
+
+        In the save thread.
+        """
         began = time.perf_counter()
-        step = pending.step
+        pending, saver, joint, step = self._pending, self._saver, self._joint, self._pending.step
         joint.is_under_way = True
         self._emit("save_started", f"saving step {step}", step=step)
         try:
-            joint.agree_on_plan(self._owner, pending.phase)
-            entry = self._unchanged(staged, request, joint, overlapped)
+            joint.agree_on_plan(self._owner)
+            entry = self._find_unchanged()
             is_new = entry is None
             if entry is None:
-                entry = self._write_staged(pending, staged, request, joint, overlapped)
+                entry = self._write_and_commit()
         except BaseException as error:  # noqa: BLE001 - the future carries it to the caller
-            joint.report_failure(error, pending.phase.text)
-            self._end_copy(overlapped)
-            failure = self._failure(error, step, request.claim.epoch)
-            self._stager.discard_failed(staged)
-            self._emit("save_failed", str(failure), step=step)
-            pending.committed.set_exception(failure)
-            self._chores.after_failure()
+            self._fail(error)
             return
         finally:
-            staged.transfer.release_waiters()
-        learned = self._record_changed(staged)
+            self._staged.transfer.release_waiters()
+        learned = self._record_changed()
         if not entry.manifest.lacks:
-            self.standing = entry
+            saver.standing = entry
         checkpoint = build_checkpoint(self._store, entry)
         self._emit(
             "committed",
@@ -293,13 +314,26 @@ class Saver:
             checkpoint=checkpoint,
             manifest=entry.manifest,
         )
-        pending.phase.text = "doing the housekeeping after it"
+        pending.progress.enter(SavePhase.HOUSEKEEPING)
         pending.committed.set_result(checkpoint)
-        self._chores.after_commit(entry)
-        self._links.look_ahead(learned)
-        self._compressing.choose_codecs()
+        saver.chores.after_commit(entry)
+        saver.links.look_ahead(learned)
+        saver.compressing.choose_codecs()
 
-    def _failure(self, error: BaseException, step: int, epoch: int) -> BaseException:
+    def _fail(self, error: BaseException) -> None:
+        """Report a failure to the other ranks and to the caller."""
+        self._joint.report_failure(error)
+        if self._overlapped is not None:
+            # The next save reuses the memory. It waits again, and raises the error.
+            with suppress(DeadlineExceeded):
+                self._overlapped.wait_for_copy("the save", self._saver.timeout_s)
+        failure = self._describe_failure(error)
+        self._saver.stager.discard_failed(self._staged)
+        self._emit("save_failed", str(failure), step=self._pending.step)
+        self._pending.committed.set_exception(failure)
+        self._saver.chores.after_failure()
+
+    def _describe_failure(self, error: BaseException) -> BaseException:
         """Return the error for the caller: `Superseded` if another process now owns the run.
 
         Checked first, as files may then be missing, or the manifest's key taken, for that reason.
@@ -307,10 +341,12 @@ class Saver:
         if isinstance(error, OwnershipError):
             return error
         committed = None if isinstance(error, OutcomeUnknown) else False
+        epoch, step = self._request.claim.epoch, self._pending.step
         check = partial(check_ownership, self._store, epoch, committed=committed)
+        limit_s = min(self._saver.timeout_s, _OWNER_CHECK_S)
         try:
             # In another thread: the storage has just failed, and may hang.
-            self.threads.waiters.submit(check).result(timeout=min(self.timeout_s, _OWNER_CHECK_S))
+            self._saver.threads.waiters.submit(check).result(timeout=limit_s)
         except Superseded as superseded:
             superseded.__cause__ = error
             return superseded
@@ -318,65 +354,50 @@ class Saver:
             return _save_failed(error, step, f"{_OWNER_UNKNOWN} ({str(unread) or 'it hangs'})")
         return _save_failed(error, step, "Training can go on")
 
-    def _record_changed(self, staged: Staged) -> dict[str, bytes]:
+    def _record_changed(self) -> dict[str, bytes]:
         """Record which tensors changed, before the next save reuses the memory. Never raises.
 
         Returns the block digests of each file whose tensors are expected not to change.
         """
         try:
-            self._stager.record_changed_tensors(staged)
+            self._saver.stager.record_changed_tensors(self._staged)
             return {
-                known.file.name: known.all_digests() for known in staged.all_files if known.is_apart
+                known.file.name: known.all_digests()
+                for known in self._staged.all_files
+                if known.is_apart
             }
         except Exception as error:  # noqa: BLE001 - it is logged, and the commit stands
-            self._stager.discard_failed(staged)
+            self._saver.stager.discard_failed(self._staged)
             self._emit("warning", f"the next save writes every file anew: {error!r}")
             return {}
 
-    def _end_copy(self, overlapped: Overlapped | None) -> None:
-        """Wait until the copy ends or times out, as the next save reuses the memory."""
-        if overlapped is not None:
-            with suppress(DeadlineExceeded):  # the next save waits again, and raises it
-                overlapped.wait_for_copy("the save", self.timeout_s)
-
-    def _write_staged(
-        self,
-        pending: PendingSave,
-        staged: Staged,
-        request: SaveRequest,
-        joint: SaveParticipant,
-        overlapped: Overlapped | None,
-    ) -> Entry:
+    def _write_and_commit(self) -> Entry:
+        saver, owner = self._saver, self._owner
         tools = Tools(
             store=self._store,
-            owner=self._owner,
-            compressing=self._compressing,
-            links=self._links,
-            workers=self.threads.workers,
-            writers=self.threads.waiters,
-            timeout_s=self.timeout_s,
+            owner=owner,
+            compressing=saver.compressing,
+            links=saver.links,
+            workers=saver.threads.workers,
+            writers=saver.threads.waiters,
+            timeout_s=saver.timeout_s,
         )
         try:
             attempt, manifest = write(
-                tools, staged, request, joint, phase=pending.phase, overlapped=overlapped
+                tools, self._staged, self._request, self._joint, overlapped=self._overlapped
             )
         except (OutcomeUnknown, DeadlineExceeded):
-            self._owner.is_clean = False
+            owner.is_clean = False
             raise
         # The checkpoint that the run resumed from is kept until a newer good one exists.
         is_good = not (manifest.lacks or manifest.unhealthy)
-        self._owner.has_committed = self._owner.has_committed or is_good
+        owner.has_committed = owner.has_committed or is_good
         return Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks())
 
-    def _unchanged(
-        self,
-        staged: Staged,
-        request: SaveRequest,
-        joint: SaveParticipant,
-        overlapped: Overlapped | None,
-    ) -> Entry | None:
+    def _find_unchanged(self) -> Entry | None:
         """Return `standing`, newly tagged, if this save would write the same content; else None."""
-        entry = self.standing
+        entry, request, joint = self._saver.standing, self._request, self._joint
+        timeout_s = self._saver.timeout_s
         if entry is None or entry.step != request.timestamp.step or not joint.compares:
             return None
         joint.begin_to_compare()
@@ -384,32 +405,30 @@ class Saver:
         is_stale = joint.leads and not _records_all(stored, request)
         if is_stale and joint.world_size == 1:
             return None
-        digests = digest_staged(staged, self.threads.workers, timeout_s=self.timeout_s)
-        if overlapped is not None:
-            overlapped.expect_copied("the save", self.timeout_s)
-        sizes = staged.file_sizes
+        digests = digest_staged(self._staged, self._saver.threads.workers, timeout_s=timeout_s)
+        if self._overlapped is not None:
+            self._overlapped.expect_copied("the save", timeout_s)
+        sizes = self._staged.file_sizes
         roots = {name: blocks.file_digest(sizes[name], digests[name]) for name in digests}
         recorded = {
             layout.plain_file(name): file.digest
             for name, file in stored.files.items()
             if name != layout.INDEX
         }
-        is_unchanged = joint.matches_checkpoint(staged, roots, recorded)
+        is_unchanged = joint.matches_checkpoint(self._staged, roots, recorded)
         new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
         if joint.leads:
             # Before the other ranks hear of it: what fails here fails the save on all.
-            is_unchanged = (
-                is_unchanged and not is_stale and self._may_stand(entry, request, new_tags)
-            )
+            is_unchanged = is_unchanged and not is_stale and self._may_stand(entry, new_tags)
             joint.announce_verdict(is_unchanged=is_unchanged)
         return with_tags(entry, new_tags) if is_unchanged else None
 
-    def _may_stand(self, entry: Entry, request: SaveRequest, new_tags: tuple[str, ...]) -> bool:
+    def _may_stand(self, entry: Entry, new_tags: tuple[str, ...]) -> bool:
         """Whether a checkpoint may be the result of a save; adds the tags to it."""
         found = Catalog(self._store).entry(entry.name)
         if found is None or found.marks.rejected or found.marks.retired:
             return False
-        check_ownership(self._store, request.claim.epoch, committed=False)
+        check_ownership(self._store, self._request.claim.epoch, committed=False)
         if new_tags:
             try:
                 annotate(self._store, entry, add_tags=new_tags)

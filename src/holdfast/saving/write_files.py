@@ -21,7 +21,7 @@ from holdfast.format import blocks
 from holdfast.format.codec import Encoding
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.results import Phase
+from holdfast.results import SavePhase, SaveProgress
 from holdfast.saving.compression import Encoded, Packer, Pieces, Throughput
 from holdfast.staging.interfaces import BytesContent, Content
 from holdfast.store.base import BlockWriter, Store
@@ -61,22 +61,22 @@ def write_files(
     *,
     workers: Workers,
     writers: Workers,
-    phase: Phase,
+    progress: SaveProgress,
     timeout_s: float,
     throughput: Throughput | None = None,
     pieces: Pieces | None = None,
 ) -> dict[str, WrittenFile]:
     """Write `files` and wait until they are durable; returns a `WrittenFile` for each key.
 
-    The next file is taken while earlier ones are being written. `workers` hash and encode,
-    `writers` write; `throughput` measures the store, and `pieces` is memory for stored blocks.
-    After an error no thread writes any more, unless a call did not end in time. The caller removes
-    the written files.
+    In the save thread. The next file is taken while earlier ones are being written. `workers` hash
+    and encode, `writers` write; `throughput` measures the store, and `pieces` is memory for stored
+    blocks. After an error no thread writes any more, unless a call did not end in time. The caller
+    removes the written files.
     """
     written: dict[str, WrittenFile] = {}
     rest, pieces, measured = iter(files), pieces or Pieces(), throughput or Throughput()
     while True:
-        batch = _Batch(store, workers, writers, pieces, measured, phase, timeout_s)
+        batch = _Batch(store, workers, writers, pieces, measured, progress, timeout_s)
         of_batch = batch.write_all_files(islice(rest, FILES_AT_ONCE))
         written |= of_batch
         if len(of_batch) < FILES_AT_ONCE:
@@ -93,7 +93,7 @@ class _Batch:
         writers: Workers,
         pieces: Pieces,
         throughput: Throughput,
-        phase: Phase,
+        progress: SaveProgress,
         timeout_s: float,
     ) -> None:
         self._store = store
@@ -101,7 +101,7 @@ class _Batch:
         self._writers = writers
         self._pieces = pieces
         self._throughput = throughput
-        self._phase = phase
+        self._progress = progress
         self._timeout_s = timeout_s
         self._open: dict[str, BlockWriter] = {}
         self._writes: dict[str, list[Future[None]]] = {}
@@ -113,16 +113,19 @@ class _Batch:
         self._failed = False
 
     def write_all_files(self, files: Iterable[FileToWrite]) -> dict[str, WrittenFile]:
-        """Write all files, return digests and blocks by key; on an error, cancel all writes."""
+        """Write all files, return digests and blocks by key; on an error, cancel all writes.
+
+        In the save thread.
+        """
         try:
             for file in files:
-                self._phase.text = f"writing {file.key}"
+                self._progress.enter(SavePhase.WRITING, file.key)
                 self._start_file(file)
                 if self._failed:
                     break
             self._pack(leave=0)
             for key, writes in self._writes.items():
-                self._phase.text = f"writing {key}"
+                self._progress.enter(SavePhase.WRITING, key)
                 gather_results(writes, timeout_s=self._timeout_s, what=key)
                 if key in self._open:
                     # Behind the writes of all files: one journal commit can serve many syncs.
@@ -193,6 +196,7 @@ class _Batch:
     def _write_piece(
         self, writer: BlockWriter, start: int, memory: memoryview, done: Callable[[], None]
     ) -> None:
+        """Write a block, and free its memory. In a writer thread."""
         try:
             with self._throughput.taking(memory.nbytes):
                 writer.write(start, memory)
@@ -203,17 +207,18 @@ class _Batch:
             done()
 
     def _finish_file(self, key: str) -> None:
+        """Wait until a file is on stable storage. In a writer thread."""
         packer = self._packers.get(key)
         with self._throughput.taking():
             self._open[key].finish(None if packer is None else packer.packed_blocks.nbytes)
 
     def _wait_for(self, key: str) -> WrittenFile:
-        self._phase.text = f"digesting {key}"
+        self._progress.enter(SavePhase.DIGESTING, key)
         found = gather_results(
             self._hashes[key], timeout_s=self._timeout_s, what=f"digest of {key}"
         )
         if key in self._syncs:
-            self._phase.text = f"writing {key} to stable storage"
+            self._progress.enter(SavePhase.SYNCING, key)
             gather_results([self._syncs[key]], timeout_s=self._timeout_s, what=key)
         packer = self._packers.get(key)
         return WrittenFile(

@@ -38,7 +38,6 @@ from holdfast.interop.dcp.writing import places_of, write_tensors
 from holdfast.interop.roots import WrittenRoot, expect_path, written_root
 from holdfast.ownership.claim import Claim
 from holdfast.policy.naming import DEFAULT_LABEL
-from holdfast.results import Phase
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import SaveAttempt, commit, create_attempt
 from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
@@ -318,8 +317,8 @@ class HoldfastWriter(StorageWriter):
                 tables=tables_of([*trees], placed_parts, counts),
             )
         )
-        files.write_attempt_files(files.trees(trees), Phase())
-        write_index(files, Phase())
+        files.write_attempt_files(files.trees(trees))
+        write_index(files)
         request = self._request(save)
         commit(root.store, attempt, manifest_of(attempt, kinds, request, files, save.world_size))
 

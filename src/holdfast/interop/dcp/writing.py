@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from holdfast.format.layout import number_of_file
 from holdfast.format.tensors import TensorSpec, lay_out
-from holdfast.results import Phase
 from holdfast.root.commit import SaveAttempt
 from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.save import AttemptFiles, Tools
@@ -51,7 +50,7 @@ def write_tensors(
         ),
     )
     files = AttemptFiles(attempt, staged, tools, SaveParticipant())
-    files.write_attempt_files(files.iterate_tensor_files(), Phase())
+    files.write_attempt_files(files.iterate_tensor_files())
     return files
 
 
