@@ -84,7 +84,7 @@ SOURCE = (
     # The private copy of obstore and the store over SFTP took 640 lines.
     Limit("lines of the core", 58_300, _SMALLER, reason="silent faults of ranks and state"),
     # 481 before these two.
-    Limit("modules", 462, "Put the function beside its only caller"),
+    Limit("modules", 438, "Put the function beside its only caller"),
     # Classes with one name in several modules; the figure counts names.
     Limit("public class names used twice", 0, "Put the subject into the name", slack=2),
     # Methods and nested functions count, dunder methods do not; `_begin` counts as `begin`.
@@ -136,8 +136,18 @@ PROSE = (
 # Of a small model with an optimizer, in one process, in a local folder. Threads make the lines
 # differ by a few from run to run.
 RUNS = (
-    Limit("CheckpointManager(…): modules run", 67, _FEWER_PARTS),
-    Limit("CheckpointManager(…): lines run", 1_150, _FEWER_PARTS),
+    Limit(
+        "CheckpointManager(…): modules run",
+        69,
+        _FEWER_PARTS,
+        reason="a manager, its parts, saves and loads have a file each",
+    ),
+    Limit(
+        "CheckpointManager(…): lines run",
+        1_160,
+        _FEWER_PARTS,
+        reason="a manager, its parts, saves and loads have a file each",
+    ),
     Limit("first save: modules run", 88, _FEWER_PARTS),
     Limit("first save: lines run", 3_330, _FEWER_PARTS),
     Limit("later save: modules run", 82, _FEWER_PARTS),

@@ -123,10 +123,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
             "distributed",
             "write_files",
         ),
-        (
-            "call_counter",
-            "save",
-        ),
+        ("save",),
         ("saver",),
     ),
     "maintenance": (

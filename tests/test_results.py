@@ -11,7 +11,7 @@ import torch
 from holdfast import CheckpointManager, MemoryStore, SideSaver, StateHooks
 from holdfast.errors import SaveFailed, SaveSkipped
 from holdfast.format.manifest import Timestamp
-from holdfast.results import Checkpoint, CheckpointList
+from holdfast.results import Checkpoint, CheckpointList, SavePhase
 from holdfast.testing import Fault, FaultyStore
 
 STATE = {"model": {"w": torch.zeros(4)}, "optimizer": {}}
@@ -114,6 +114,7 @@ def test_a_save_says_how_far_it_is() -> None:
         hangs.release.set()
         folder = pending.wait().folder
         assert repr(pending) == f"<PendingSave of step 7: committed as {folder}>"
+        assert pending.phase is SavePhase.HOUSEKEEPING
 
 
 def test_a_save_that_failed_or_was_skipped_says_so() -> None:
@@ -129,6 +130,7 @@ def test_a_save_that_failed_or_was_skipped_says_so() -> None:
         with pytest.raises(SaveFailed):
             failed.wait()
         assert repr(failed) == "<PendingSave of step 1: failed with SaveFailed>"
+        assert failed.phase is SavePhase.COMMITTING
         assert repr(failed) in repr(manager)
         assert repr(manager.save(2)) == "<PendingSave of step 2: skipped>"
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from holdfast import train as train
     from holdfast.checkpoints import Checkpoints as Checkpoints
     from holdfast.checkpoints import StateHooks as StateHooks
-    from holdfast.control.on_commit import OnCommit as OnCommit
+    from holdfast.control.reporter import OnCommit as OnCommit
     from holdfast.control.stop import Stop as Stop
     from holdfast.format.codec import Compression as Compression
     from holdfast.interop.lazy import load_file as load_file
@@ -80,7 +80,7 @@ _HOMES = {
     "LocalStore": "holdfast.store.local.store",
     "MemoryStore": "holdfast.store.memory",
     "On": "holdfast.policy.triggers",
-    "OnCommit": "holdfast.control.on_commit",
+    "OnCommit": "holdfast.control.reporter",
     "PendingSave": "holdfast.results",
     "PerRank": "holdfast.state.components",
     "RemoteOptions": "holdfast.store.remote.opening",

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, Literal
 
 from holdfast.arguments import check_arguments, format_call
-from holdfast.control.on_commit import CommitFunction, OnCommit, commands_of
+from holdfast.control.reporter import CommitFunction, OnCommit, commands_of
 from holdfast.errors import UsageError
 from holdfast.events import Sink, log_event
 from holdfast.format.layout import BLOCK_NBYTES

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from holdfast.arguments import check_arguments
 from holdfast.checkpoints import OPTIONS, Checkpoints, OnExisting, StateHooks
-from holdfast.control.on_commit import CommitFunction, OnCommit
+from holdfast.control.reporter import CommitFunction, OnCommit
 from holdfast.control.stop import Stop
 from holdfast.errors import HoldfastError, SaveSkipped
 from holdfast.events import Sink, log_event
@@ -35,10 +35,9 @@ from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.results import Checkpoint, CheckpointList, PendingSave, build_checkpoint, parse_seen
 from holdfast.save_controller import SaveController
-from holdfast.saving.call_counter import Calls, count_calls
 from holdfast.saving.compression import Compress
 from holdfast.saving.progress_counters import Counters
-from holdfast.session import NEVER_QUIET, Session
+from holdfast.session import NEVER_QUIET, Calls, Session, count_calls
 from holdfast.staging.overlap import Mode
 from holdfast.state.capture.edits import Edit
 from holdfast.state.patterns import convert_names
@@ -155,9 +154,7 @@ class CheckpointManager(Marking):
         self._catalog = session.catalog
         self._saves, self._loads = SaveController(session), LoadController(session)
         self.one_thread = threading.RLock()
-        self.calls = Calls.make_counter(
-            session.ranks, session.distributed, session.events, session.applier
-        )
+        self.calls = Calls(session) if session.ranks.world_size > 1 else None
 
     def __repr__(self) -> str:
         session, saver = self._session, self._session.saver
@@ -365,13 +362,9 @@ class CheckpointManager(Marking):
             is_grown=not strict,
             sides=self._loads.sides(new, without),
         )
+        known = parse_seen(seen)
         return self._loads.resume(
-            which,
-            options,
-            override,
-            unhealthy=unhealthy,
-            seen=parse_seen(seen),
-            required=required,
+            which, options, override, unhealthy=unhealthy, seen=known, required=required
         )
 
     @count_calls("load")

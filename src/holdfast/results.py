@@ -196,7 +196,7 @@ class SavePhase(str, Enum):
     FOLDER = "making the folder"
     WRITING = "writing"
     DIGESTING = "digesting"
-    SYNCING = "waiting for stable storage to have"
+    SYNCING = "writing to stable storage"
     COPYING = "waiting for the copy"
     GATHERING = "waiting for the files of the other ranks in"
     CHECKING = "checking sizes in"

@@ -1,22 +1,26 @@
 """The parts of one manager, built from its options, and how they end together.
 
-Its saves (`save_controller`) and its loads (`load_controller`) share them.
+Its saves (`save_controller`) and its loads (`load_controller`) share them. `count_calls` counts the
+calls that all ranks make alike (decision 0035). A call that raises on one rank alone, for instance
+because of a wrong argument, must count there as well.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import time
-from collections.abc import Collection, Mapping
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any, Literal, TypeVar, cast
 
 from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.checkpoints import best_rules as best_saves_of
 from holdfast.control import exits
 from holdfast.control.external_events import outside_of
-from holdfast.control.on_commit import commands_of
+from holdfast.control.reporter import commands_of
 from holdfast.control.save_requests import Requests
 from holdfast.control.stop import Stop
 from holdfast.encryption.messages import encrypted
@@ -24,7 +28,7 @@ from holdfast.errors import HoldfastError, ManagerUnusable, UnsupportedState, Us
 from holdfast.events import Emitter
 from holdfast.format.manifest import WatchedMetric
 from holdfast.loading.distributed import applying
-from holdfast.maintenance.housekeeping import FollowingChores, IntervalMeasurements, PostSaveTasks
+from holdfast.maintenance.housekeeping import IntervalMeasurements, PostSaveTasks
 from holdfast.maintenance.preflight import FirstSaveChecks, probe_as_follower
 from holdfast.ownership.owner import left_s
 from holdfast.ownership.process import liveness, this_process
@@ -43,7 +47,7 @@ from holdfast.saving.distributed import DistributedSaves
 from holdfast.saving.progress_counters import Counters, ProgressClock
 from holdfast.saving.saver import Saver
 from holdfast.saving.script_warnings import ScriptWarnings
-from holdfast.saving.settings_history import SettingsHistory
+from holdfast.saving.settings_history import SettingsHistory, as_text
 from holdfast.saving.step_boundary import StepBoundary
 from holdfast.saving.validated import ValidatedSaves
 from holdfast.staging.overlap import Overlap
@@ -179,8 +183,13 @@ class Session:
             memory_budget=self.memory_budget,
             overlap=self.overlap,
             compressing=Compressing(compressions, self.emit),
-            chores=(PostSaveTasks if self.ranks.is_leader else FollowingChores)(
-                self, self.owner, self.housekeeper, self.uploads, self.measurements
+            chores=PostSaveTasks(
+                self,
+                self.owner,
+                self.housekeeper,
+                self.uploads,
+                self.measurements,
+                leads=self.ranks.is_leader,
             ),
         )
         self.validated = ValidatedSaves(
@@ -318,3 +327,104 @@ class Session:
         """Finish the save under way when a stop's time is over, in a thread of the stop."""
         outcome = self.saver.finish_at_stop(timeout_s)
         return "; ".join(text for text in (outcome, self.uploads.unsent()) if text)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+Kind = Literal["save", "maybe_save", "load"]
+_ALIKE = frozenset(
+    {
+        "which",
+        "unhealthy",
+        "components",
+        "strict",
+        "rename",
+        "in_place",
+        "new",
+        "without",
+        "override",
+        "required",
+    }
+)
+"""Arguments of loads that must be equal on all ranks."""
+
+
+def count_calls(kind: Kind) -> Callable[[F], F]:
+    """Decorator of a manager's method: its calls count on this rank, also if they raise at once.
+
+    A call while another thread is in one raises `ManagerUnusable`: both would claim the run.
+    """
+
+    def decorated(method: F) -> F:
+        @wraps(method)
+        def call(manager: Any, *args: Any, **named: Any) -> Any:
+            calls: Calls | None = manager.calls
+            if not manager.one_thread.acquire(blocking=False):
+                raise ManagerUnusable(
+                    f"{method.__name__}(): another thread is in a call of this manager. A manager "
+                    "is for one thread at a time: put a lock around the calls, or save in one "
+                    "thread"
+                )
+            try:
+                if calls is None:
+                    return method(manager, *args, **named)
+                if kind != "load":
+                    with calls.one(kind):
+                        return method(manager, *args, **named)
+                with calls.one_load(method, manager, *args, **named):
+                    return method(manager, *args, **named)
+            finally:
+                manager.one_thread.release()
+
+        return cast(F, call)
+
+    return decorated
+
+
+class Calls:
+    """Counter of the calls of one manager with several ranks."""
+
+    def __init__(self, session: Session) -> None:
+        self._distributed = session.distributed
+        self._events = session.events
+        self._applier = session.applier
+
+    @contextmanager
+    def one(self, kind: Kind) -> Iterator[None]:
+        """Count the call in the `with` block."""
+        if kind == "save":
+            with self._distributed.one_save():
+                yield
+        else:
+            with self._events.one_call(), self._distributed.one_call():
+                yield
+
+    @contextmanager
+    def one_load(self, method: Callable[..., Any], *args: Any, **named: Any) -> Iterator[None]:
+        """Count the call of a method that loads, with these arguments, in the `with` block."""
+        self._distributed.count_anew()
+        with self._applier.one_load(method.__name__, _arguments(method, *args, **named)):
+            yield
+
+
+def _arguments(method: Callable[..., Any], *args: Any, **named: Any) -> dict[str, str]:
+    """Return, as text, the arguments of a load that must be equal on all ranks.
+
+    Ranks may choose different leaves, as each may have its own.
+    """
+    signature = inspect.signature(method)
+    try:
+        bound = signature.bind(*args, **named)
+    except TypeError:
+        return {}  # the call raises it
+    bound.apply_defaults()
+    return {
+        name: _format_argument(value) for name, value in bound.arguments.items() if name in _ALIKE
+    }
+
+
+def _format_argument(value: object) -> str:
+    if isinstance(value, list | tuple | set | frozenset):
+        return repr(sorted(map(str, value)))
+    if isinstance(value, Mapping):  # in any order, as of a comprehension over a set
+        return repr(dict(sorted(value.items(), key=str)))
+    return as_text(value) if callable(value) else repr(value)

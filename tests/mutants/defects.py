@@ -150,12 +150,12 @@ MUTANTS = (
     Mutant(
         name="failed-last-save-is-not-told-at-close",
         promise="D39: close raises the failure of the last save",
-        place="CheckpointManager._finish_and_release",
+        place="Session.finish",
         before=(
-            '            self._emit("closed", f"{self.store.url}: closed")\n'
-            "        self._saver.raise_failure()\n"
+            '            self.emit("closed", f"{self.store.url}: closed")\n'
+            "        self.saver.raise_failure()\n"
         ),
-        after='            self._emit("closed", f"{self.store.url}: closed")\n',
+        after='            self.emit("closed", f"{self.store.url}: closed")\n',
         near=("tests/test_manager.py",),
     ),
     Mutant(

@@ -19,7 +19,7 @@ import pytest
 import warm
 from distributed.run import run_ranks
 from holdfast import Checkpoint, CheckpointManager, Checkpoints, MemoryStore, OnCommit
-from holdfast.control.on_commit import CommandFailed, run_command
+from holdfast.control.reporter import CommandFailed, run_command
 from holdfast.errors import UsageError
 from holdfast.format.manifest import manifest_digest
 from holdfast.root.catalog import Catalog

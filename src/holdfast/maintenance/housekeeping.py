@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from typing_extensions import override
-
 from holdfast.control import exits
 from holdfast.errors import HoldfastError, Superseded
 from holdfast.events import Emitter
@@ -258,38 +256,32 @@ class PostSaveTasks:
         housekeeper: Housekeeper,
         uploads: UploadQueries,
         tuning: IntervalMeasurements,
+        *,
+        leads: bool,
     ) -> None:
+        """Set up; a rank that does not lead leaves all but failures to the leader."""
         self._manager = manager
         self._owner = owner
         self._housekeeper = housekeeper
         self._uploads = uploads
         self._tuning = tuning
+        self._leads = leads
 
     def after_claim(self) -> None:
         """Remove leftovers of earlier writers, read recorded costs, repair damaged checkpoints."""
-        self._housekeeper.remove_unfinished()
-        self._tuning.load_recorded_costs()
-        self._uploads.mend_now()
+        if self._leads:
+            self._housekeeper.remove_unfinished()
+            self._tuning.load_recorded_costs()
+            self._uploads.mend_now()
 
     def after_commit(self, entry: Entry) -> None:
         """Record a new checkpoint's cost, queue its upload, then run local retention."""
-        self._tuning.record_new_cost(entry)
-        self._uploads.queue_new_uploads()
-        self._housekeeper.apply_retention(entry)
+        if self._leads:
+            self._tuning.record_new_cost(entry)
+            self._uploads.queue_new_uploads()
+            self._housekeeper.apply_retention(entry)
 
     def after_failure(self) -> None:
         """Keep the manager alive until its error is raised; let later managers claim the run."""
         exits.hold(self._manager)
         self._owner.let_others_claim()
-
-
-class FollowingChores(PostSaveTasks):
-    """Maintenance of a follower: none, as the leader does it for all ranks."""
-
-    @override
-    def after_claim(self) -> None:
-        """No-op."""
-
-    @override
-    def after_commit(self, entry: Entry) -> None:
-        """No-op."""

@@ -88,21 +88,26 @@ class Saver:
         compressing: Compressing,
         chores: Chores,
     ) -> None:
-        self.store = store
-        self.owner = owner
         self.emit = emit
         self.chores = chores
         self._background = Workers(1, "holdfast-save")
         self.stager = Stager(memory_budget=memory_budget)
         self._overlap = overlap
-        self.compressing = compressing
         self._guarded = Guarded(keys={})
         self._overlapped: Overlapped | None = None
         self._staged: Staged | None = None
-        self.links = Links(store, emit)
         self._job: Future[None] | None = None
         self.threads = Threads()
         self._num_copiers = min(num_threads(), MAX_COPIERS)
+        self.tools = Tools(
+            store=store,
+            owner=owner,
+            compressing=compressing,
+            links=Links(store, emit),
+            workers=self.threads.workers,
+            writers=self.threads.waiters,
+            timeout_s=timeout_s,
+        )
         self.timeout_s = timeout_s
         self.limit_s = timeout_s
         """How long to wait for the end of the save under way."""
@@ -220,7 +225,7 @@ class Saver:
         except DeadlineExceeded as error:
             return str(error)
         newest = f"the newest checkpoint is {self.standing.folder}" if self.standing else None
-        return f"{self.store.url}: {newest or 'nothing was saved'}"
+        return f"{self.tools.store.url}: {newest or 'nothing was saved'}"
 
     def wait_for_arenas(self, timeout_s: float) -> None:
         """Wait until the last save has committed or failed; later callbacks may still run."""
@@ -240,13 +245,13 @@ class Saver:
     def _deadline_error(self, timeout_s: float) -> DeadlineExceeded:
         doing = self.pending.progress if self.pending is not None else "housekeeping"
         return DeadlineExceeded(
-            f"{self.store.url}: not done after {time_limit(timeout_s)}; it is {doing}"
+            f"{self.tools.store.url}: not done after {time_limit(timeout_s)}; it is {doing}"
         )
 
     def close_threads(self) -> None:
         """Close the threads, which end after their queued work; free memory if no save runs."""
         if self._job is not None and not self._job.done():
-            self.owner.is_clean = False
+            self.tools.owner.is_clean = False
         else:
             # A closed manager may be referenced for long, or until the next garbage collection;
             # it should not keep a second copy of the state alive.
@@ -272,7 +277,7 @@ class SaveTask:
         overlapped: Overlapped | None,
     ) -> None:
         self._saver = saver
-        self._store, self._owner, self._emit = saver.store, saver.owner, saver.emit
+        self._tools, self._emit = saver.tools, saver.emit
         self._pending = pending
         self._staged = staged
         self._request = request
@@ -289,7 +294,7 @@ class SaveTask:
         joint.is_under_way = True
         self._emit("save_started", f"saving step {step}", step=step)
         try:
-            joint.agree_on_plan(self._owner)
+            joint.agree_on_plan(self._tools.owner)
             entry = self._find_unchanged()
             is_new = entry is None
             if entry is None:
@@ -302,7 +307,7 @@ class SaveTask:
         learned = self._record_changed()
         if not entry.manifest.lacks:
             saver.standing = entry
-        checkpoint = build_checkpoint(self._store, entry)
+        checkpoint = build_checkpoint(self._tools.store, entry)
         self._emit(
             "committed",
             f"saved step {step}: {entry.folder}" if is_new else f"unchanged: {entry.folder}",
@@ -317,8 +322,8 @@ class SaveTask:
         pending.progress.enter(SavePhase.HOUSEKEEPING)
         pending.committed.set_result(checkpoint)
         saver.chores.after_commit(entry)
-        saver.links.look_ahead(learned)
-        saver.compressing.choose_codecs()
+        saver.tools.links.look_ahead(learned)
+        saver.tools.compressing.choose_codecs()
 
     def _fail(self, error: BaseException) -> None:
         """Report a failure to the other ranks and to the caller."""
@@ -326,7 +331,7 @@ class SaveTask:
         if self._overlapped is not None:
             # The next save reuses the memory. It waits again, and raises the error.
             with suppress(DeadlineExceeded):
-                self._overlapped.wait_for_copy("the save", self._saver.timeout_s)
+                self._overlapped.wait_for_copy("the save", self._tools.timeout_s)
         failure = self._describe_failure(error)
         self._saver.stager.discard_failed(self._staged)
         self._emit("save_failed", str(failure), step=self._pending.step)
@@ -342,11 +347,11 @@ class SaveTask:
             return error
         committed = None if isinstance(error, OutcomeUnknown) else False
         epoch, step = self._request.claim.epoch, self._pending.step
-        check = partial(check_ownership, self._store, epoch, committed=committed)
-        limit_s = min(self._saver.timeout_s, _OWNER_CHECK_S)
+        check = partial(check_ownership, self._tools.store, epoch, committed=committed)
+        limit_s = min(self._tools.timeout_s, _OWNER_CHECK_S)
         try:
             # In another thread: the storage has just failed, and may hang.
-            self._saver.threads.waiters.submit(check).result(timeout=limit_s)
+            self._tools.writers.submit(check).result(timeout=limit_s)
         except Superseded as superseded:
             superseded.__cause__ = error
             return superseded
@@ -372,16 +377,7 @@ class SaveTask:
             return {}
 
     def _write_and_commit(self) -> Entry:
-        saver, owner = self._saver, self._owner
-        tools = Tools(
-            store=self._store,
-            owner=owner,
-            compressing=saver.compressing,
-            links=saver.links,
-            workers=saver.threads.workers,
-            writers=saver.threads.waiters,
-            timeout_s=saver.timeout_s,
-        )
+        owner, tools = self._tools.owner, self._tools
         try:
             attempt, manifest = write(
                 tools, self._staged, self._request, self._joint, overlapped=self._overlapped
@@ -397,7 +393,7 @@ class SaveTask:
     def _find_unchanged(self) -> Entry | None:
         """Return `standing`, newly tagged, if this save would write the same content; else None."""
         entry, request, joint = self._saver.standing, self._request, self._joint
-        timeout_s = self._saver.timeout_s
+        timeout_s = self._tools.timeout_s
         if entry is None or entry.step != request.timestamp.step or not joint.compares:
             return None
         joint.begin_to_compare()
@@ -405,7 +401,7 @@ class SaveTask:
         is_stale = joint.leads and not _records_all(stored, request)
         if is_stale and joint.world_size == 1:
             return None
-        digests = digest_staged(self._staged, self._saver.threads.workers, timeout_s=timeout_s)
+        digests = digest_staged(self._staged, self._tools.workers, timeout_s=timeout_s)
         if self._overlapped is not None:
             self._overlapped.expect_copied("the save", timeout_s)
         sizes = self._staged.file_sizes
@@ -425,13 +421,13 @@ class SaveTask:
 
     def _may_stand(self, entry: Entry, new_tags: tuple[str, ...]) -> bool:
         """Whether a checkpoint may be the result of a save; adds the tags to it."""
-        found = Catalog(self._store).entry(entry.name)
+        found = Catalog(self._tools.store).entry(entry.name)
         if found is None or found.marks.rejected or found.marks.retired:
             return False
-        check_ownership(self._store, self._request.claim.epoch, committed=False)
+        check_ownership(self._tools.store, self._request.claim.epoch, committed=False)
         if new_tags:
             try:
-                annotate(self._store, entry, add_tags=new_tags)
+                annotate(self._tools.store, entry, add_tags=new_tags)
             except NotSealed:
                 return False  # it is from before the run was encrypted
         return True
