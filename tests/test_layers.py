@@ -139,14 +139,10 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("verify",),
         ("retention",),
         (
-            "housekeeping",
-            "prune",
-        ),
-        (
-            "delete_damaged",
+            "delete",
             "forecast",
+            "housekeeping",
         ),
-        ("delete",),
     ),
     "replication": (
         (

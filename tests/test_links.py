@@ -17,7 +17,7 @@ from holdfast.errors import SaveFailed, TransientStoreError
 from holdfast.format import layout
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Timestamp
-from holdfast.maintenance.prune import prune_checkpoints
+from holdfast.maintenance.delete import prune_checkpoints
 from holdfast.ownership.annotations import reject
 from holdfast.root.catalog import Catalog
 from holdfast.store import open_store

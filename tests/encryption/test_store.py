@@ -27,8 +27,8 @@ from holdfast.format.manifest import Deleted, decode_register
 from holdfast.format.records import AnswerRecord, Notes
 from holdfast.format.suites import SEGMENT_NBYTES
 from holdfast.keys import Encryption, Passphrase, SecretKey, ServiceKey, generate
+from holdfast.maintenance.delete import preview
 from holdfast.maintenance.gc import collect_garbage
-from holdfast.maintenance.prune import preview
 from holdfast.maintenance.verify import verify, verify_root
 from holdfast.policy.rules import All
 from holdfast.root.catalog import Catalog

@@ -8,7 +8,7 @@ import pytest
 
 from allranks import Member, all_of, on_ranks
 from holdfast import CheckpointManager, Last, Tiered, errors
-from holdfast.maintenance.prune import preview
+from holdfast.maintenance.delete import preview
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore

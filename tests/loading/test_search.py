@@ -12,7 +12,7 @@ from torch import nn
 from holdfast import SideSaver, errors
 from holdfast.checkpoints import StateHooks
 from holdfast.format.manifest import Deleted, Timestamp
-from holdfast.maintenance.prune import preview
+from holdfast.maintenance.delete import preview
 from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import All, Last
 from holdfast.root.catalog import Catalog

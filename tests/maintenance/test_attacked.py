@@ -15,9 +15,8 @@ from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.records import Closed, Retired, Thinned
 from holdfast.keys import Encryption, SecretKey
-from holdfast.maintenance.delete_damaged import delete_damaged, examine
+from holdfast.maintenance.delete import delete_damaged, examine_damaged, prune_checkpoints
 from holdfast.maintenance.gc import collect_garbage
-from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.maintenance.verify import verify_root
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.annotations import annotate, reject
@@ -95,7 +94,7 @@ def test_a_sealed_one_that_is_pinned_is_shown_so(loses: bool) -> None:
     annotate(store, Catalog(store).checkpoints()[-1], pinned=True)
     key = f"{first}/{layout.MANIFEST}"
     inner.delete(key) if loses else flip(inner, key)
-    assert examine(sealing(inner, SEAL), first).pinned  # a new process
+    assert examine_damaged(sealing(inner, SEAL), first).pinned  # a new process
 
 
 def test_deleting_an_old_target_of_a_rollback_hides_no_newer_damage() -> None:

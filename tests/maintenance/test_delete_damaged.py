@@ -12,9 +12,8 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.manifest import Deleted
 from holdfast.format.records import Lease
-from holdfast.maintenance.delete_damaged import delete_damaged, examine
+from holdfast.maintenance.delete import delete_damaged, examine_damaged, prune_checkpoints
 from holdfast.maintenance.gc import collect_garbage
-from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.maintenance.verify import verify
 from holdfast.ownership.claim import is_closed
 from holdfast.ownership.leases import leased
@@ -148,7 +147,7 @@ def test_a_run_that_stood_on_it_by_choice_goes_on_from_what_was_shown() -> None:
     with new_run().manager(store, sinks=()) as manager:
         manager.resume("step=2")
     damage(store, folder)
-    shown = examine(store, folder).goes_on_from
+    shown = examine_damaged(store, folder).goes_on_from
     assert shown == Catalog(store).checkpoints()[-1].folder
     assert delete_damaged(store, folder, emit=QUIET) == ""
     with new_run().manager(store, sinks=()) as manager:

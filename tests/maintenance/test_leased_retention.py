@@ -10,7 +10,7 @@ from tests.ownership.test_leases import Clock, folder_at, keys, make, put_lease,
 from holdfast import errors, load_weights, reading
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.maintenance.prune import prune_checkpoints
+from holdfast.maintenance.delete import prune_checkpoints
 from holdfast.maintenance.verify import verify, verify_root
 from holdfast.ownership.leases import SILENT_S, leased
 from holdfast.policy.rules import All, Last
@@ -102,7 +102,7 @@ def test_a_prune_watches_a_reader_on_another_host(
 ) -> None:
     """It has no next time, so it waits until the silence says enough."""
     clock, recorder = Clock(), Recorder()
-    monkeypatch.setattr("holdfast.maintenance.prune.Readers", _with_clock(clock))
+    monkeypatch.setattr("holdfast.maintenance.delete.Readers", _with_clock(clock))
     put_lease(store, folder_at(store, 1))
 
     def beat(seconds: float) -> None:

@@ -8,7 +8,7 @@ from holdfast import errors
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import UploadRecord
-from holdfast.maintenance.prune import preview, prune_checkpoints
+from holdfast.maintenance.delete import preview, prune_checkpoints
 from holdfast.ownership.claim import is_closed
 from holdfast.policy.rules import All, Last
 from holdfast.root.catalog import Catalog

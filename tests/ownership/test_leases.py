@@ -20,8 +20,8 @@ from holdfast import errors
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import Lease, Retired, Thinned
+from holdfast.maintenance.delete import prune_checkpoints
 from holdfast.maintenance.gc import collect_garbage
-from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
 from holdfast.ownership import leases

@@ -14,7 +14,7 @@ from holdfast.errors import StoreFull, TransientStoreError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import WriterRecord
-from holdfast.maintenance.prune import prune_checkpoints
+from holdfast.maintenance.delete import prune_checkpoints
 from holdfast.ownership.claim import Choice, is_closed
 from holdfast.ownership.process import this_process
 from holdfast.ownership.tiered import TieredOwnership, share_claims

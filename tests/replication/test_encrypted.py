@@ -26,7 +26,7 @@ from holdfast.format.manifest import Deleted, encode_manifest
 from holdfast.format.records import WriterRecord
 from holdfast.keys import Encryption, Passphrase, SecretKey, generate
 from holdfast.maintenance import rotate_keys
-from holdfast.maintenance.prune import prune_checkpoints
+from holdfast.maintenance.delete import prune_checkpoints
 from holdfast.maintenance.verify import verify_root
 from holdfast.ownership.deletion import thin
 from holdfast.ownership.leases import Readers

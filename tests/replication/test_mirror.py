@@ -12,7 +12,7 @@ from holdfast.errors import AccessDenied, NoUsableCheckpoint, TransientStoreErro
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import Retired
-from holdfast.maintenance.prune import prune_checkpoints
+from holdfast.maintenance.delete import prune_checkpoints
 from holdfast.ownership.claim import is_closed
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import All, Best, EveryNth, Last

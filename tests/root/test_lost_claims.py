@@ -10,7 +10,7 @@ import torch
 from holdfast import CheckpointManager, Last, load_weights
 from holdfast.errors import NoUsableCheckpoint
 from holdfast.format import layout
-from holdfast.maintenance.prune import preview
+from holdfast.maintenance.delete import preview
 from holdfast.maintenance.resume_plan import resume_steps
 from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore

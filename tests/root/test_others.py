@@ -12,9 +12,8 @@ import pytest
 
 import warm
 from holdfast.events import Emitter
-from holdfast.maintenance.delete import delete_as_planned, examine
+from holdfast.maintenance.delete import delete_as_planned, examine, prune_checkpoints
 from holdfast.maintenance.gc import collect_garbage
-from holdfast.maintenance.prune import prune_checkpoints
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import EveryNth, Last
 from holdfast.root.catalog import Catalog

@@ -21,7 +21,7 @@ from holdfast.format import layout
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import TiersRecord
-from holdfast.maintenance.delete_damaged import Damaged, delete_damaged, examine
+from holdfast.maintenance.delete import Damaged, delete_damaged, examine_damaged
 from holdfast.root.byte_ranges import read_listing
 from holdfast.root.catalog import Catalog, is_root
 from holdfast.root.documents import read_if_there
@@ -32,7 +32,7 @@ def remove(root: str, folder: str, *, is_sure: bool) -> Answer:
     """Show what is known of a checkpoint with a damaged manifest; delete it if `is_sure`."""
     folder = folder.rstrip("/")
     store = open_root(root)
-    damaged = examine(store, folder)
+    damaged = examine_damaged(store, folder)
     warnings = _other_tier(bare(store), folder)
     said: list[str] = []
     why = delete_damaged(store, folder, emit=emitter(said)) if is_sure else None

@@ -18,7 +18,7 @@ from holdfast.cli.documents import (
 from holdfast.cli.output import Answer, Code, TextTable, emitter, format_nbytes
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint
-from holdfast.maintenance.prune import preview, prune_checkpoints
+from holdfast.maintenance.delete import preview, prune_checkpoints
 from holdfast.maintenance.retention import PlannedDecision, Pruned
 from holdfast.policy.rules import parse_rule
 from holdfast.root.catalog import Catalog, Entry

@@ -1,33 +1,139 @@
-"""Deletion of one checkpoint, or of components of it, at a user's request.
+"""Deletion from outside a run, at a user's request: by a rule, by name, or of a damaged one.
 
-Nothing is deleted before what the run goes on from instead was read back and found whole, as for
-retention (docs/design.md, rule 4). Pins, tags and being the latest keep a checkpoint unless the
-user says otherwise.
+Each function claims the run while it deletes, and releases it; a claim that never commits changes
+nothing for the next resume (docs/design.md, rule 2). Nothing is deleted before the checkpoint from
+which the run would resume instead was read back and found whole, as for retention (rule 4), unless
+the deleted one is damaged. Pins, tags and being the latest keep a checkpoint unless the user says
+otherwise.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from holdfast.encryption.manifests import REDACTED
 from holdfast.encryption.store import bare
-from holdfast.errors import CorruptData, NoCheckpoint, OutcomeUnknown, UsageError, listing
+from holdfast.errors import (
+    CorruptData,
+    FormatError,
+    NoCheckpoint,
+    OutcomeUnknown,
+    SealError,
+    UnsupportedVersion,
+    UsageError,
+    listing,
+)
 from holdfast.events import Emitter
-from holdfast.maintenance.delete_damaged import expect_nothing_left_behind
-from holdfast.maintenance.prune import standing
-from holdfast.maintenance.verify import verify
+from holdfast.format import layout
+from holdfast.format.envelope import Visible
+from holdfast.format.manifest import Deleted, Manifest
+from holdfast.maintenance.resume_plan import standing
+from holdfast.maintenance.retention import Deleter, PlannedDecision, Pruned, plan_retention
 from holdfast.ownership.claim import Choice, Claim, Wait, dropped
-from holdfast.ownership.deletion import Removal, retract, thin
+from holdfast.ownership.deletion import Removal, retract, retract_unreadable, thin
 from holdfast.ownership.leases import Readers
 from holdfast.ownership.owner import Ownership
+from holdfast.policy.retention import unmet
+from holdfast.policy.rule import MAIN, Rule, savers_of
 from holdfast.root.attempts import latest_of
+from holdfast.root.byte_ranges import read_listing
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import check_ownership, kept_of_others, name_latest, sync_checkpoint
 from holdfast.root.remaining import parts_of
 from holdfast.root.upload_records import NotedUploads
 from holdfast.store.base import Store
+
+
+@contextmanager
+def _claimed(
+    store: Store, choices: Iterator[Choice], emit: Emitter
+) -> Iterator[tuple[Ownership, Claim]]:
+    """Claim the run for the deletions of the `with` block, and release it."""
+    owner = Ownership(store, takeover=False, emit=emit)
+    owner.claim_ownership(choices)
+    assert owner.claim is not None
+    try:
+        yield owner, owner.claim
+    except OutcomeUnknown:
+        owner.is_clean = False
+        raise
+    finally:
+        owner.release_run()
+
+
+def _watch_readers(
+    store: Store, folders: Collection[str], emit: Emitter, watch: Wait | None
+) -> Readers:
+    """Watch the leases on these checkpoints; `watch(seconds)` waits instead of the clock."""
+    readers = Readers(store)
+    readers.watch_leases(folders, wait=watch or threading.Event().wait, emit=emit)
+    return readers
+
+
+def _standings(store: Store) -> Iterator[Choice]:
+    """Yield, for each try to claim, the checkpoint from which the run would resume."""
+    while True:
+        yield standing(store)
+
+
+# By a rule ---------------------------------------------------------------------------------------
+
+
+def preview(
+    store: Store, rule: Rule, *, known: Mapping[str, Manifest] | None = None
+) -> tuple[PlannedDecision, ...]:
+    """Plan which checkpoints `prune_checkpoints` would delete now. Claims and writes nothing.
+
+    `known`: manifests that were read before, by folder.
+    """
+    catalog = Catalog(store)
+    point = standing(store).point
+    attempts = (name.epoch for name in catalog.attempts())
+    epoch = catalog.highest_epoch() or max(attempts, default=0)
+    resumed_from = point.order if point else None
+    entries, _ = catalog.survey(known=known)
+    planned = plan_retention(catalog, entries, rule, epoch=epoch, resumed_from=resumed_from)
+    known_savers = {MAIN}.union(*(item.decision.entry.savers for item in planned))
+    if strangers := savers_of(rule) - known_savers:
+        raise UsageError(
+            f"{store.url}: nothing was deleted, because no saver is called "
+            f"{', '.join(sorted(strangers))}; there are {', '.join(sorted(known_savers))}"
+        )
+    if lacks := unmet([item.decision.entry for item in planned], rule):
+        raise UsageError(
+            f"{store.url}: nothing was deleted, because the rule needs values that no checkpoint "
+            "has: " + "; ".join(f"{part!r} needs {what}" for part, what in lacks.items())
+        )
+    return planned
+
+
+def prune_checkpoints(
+    store: Store, rule: Rule, *, emit: Emitter, watch: Wait | None = None
+) -> Pruned:
+    """Apply a retention rule once; claims the run while it deletes, if there is work.
+
+    Checkpoints that are being read or wait for their upload stay. Readers on other hosts are
+    detected by watching their leases for up to `SILENT_S` seconds (`watch(seconds)` waits; a test
+    may pass its own).
+    """
+    planned = preview(store, rule)
+    work = {item.entry.folder for item in planned if item.decision.drop or not item.decision.keep}
+    if not work:
+        return Pruned(planned=planned)
+    readers = _watch_readers(store, work, emit, watch)
+    deleter = Deleter(store, rule, Emitter(()), readers=readers, waiting=NotedUploads(store))
+    with _claimed(store, _standings(store), emit) as (owner, claim):
+        try:
+            deleter.carry_out(claim, has_committed=False)
+        finally:
+            owner.is_clean = deleter.report.is_clean
+    return deleter.report
+
+
+# By name -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,26 +207,16 @@ def delete_as_planned(
     the run meanwhile, and watches leases of readers on other hosts as `prune` does.
     """
     folder, base = asked.entry.folder, asked.goes_on_from
-    readers = Readers(store)
-    readers.watch_leases({folder}, wait=watch or threading.Event().wait, emit=emit)
+    readers = _watch_readers(store, {folder}, emit, watch)
     if leases := readers.find_leases(folder):  # check before the mark, which blocks new readers
         return f"{leases[0].who} reads it"
     _expect_nothing_new(store, asked)
     if base is not None:
         _expect_whole(store, base)
-    owner = Ownership(store, takeover=False, emit=emit)
-    owner.claim_ownership(_choose_after_delete(store, asked, reason))
-    claim = owner.claim
-    assert claim is not None
-    try:
+    with _claimed(store, _choose_after_delete(store, asked, reason), emit) as (_, claim):
         if base is not None:
             sync_checkpoint(store, base.folder)
         removal = _carry_out(store, asked, claim, reason, readers)
-    except OutcomeUnknown:
-        owner.is_clean = False
-        raise
-    finally:
-        owner.release_run()
     if not removal.is_done:
         who = removal.leases[0].who if removal.leases else ""
         why = f"{who} reads it" if who else "it was pinned, tagged or deleted meanwhile"
@@ -149,7 +245,7 @@ def _carry_out(
             store,
             folder,
             asked.components,
-            epoch=claim.epoch,
+            claim=claim,
             reason=reason,
             readers=readers,
             even_held=even_held,
@@ -163,15 +259,10 @@ def _carry_out(
 
 def complete_deletion(store: Store, folder: str, *, emit: Emitter) -> None:
     """Remove what an interrupted deletion left of a checkpoint whose tombstone is there."""
-    owner = Ownership(store, takeover=False, emit=emit)
-    owner.claim_ownership(_standings(store))
-    assert owner.claim is not None
-    try:
-        removal = retract(store, folder, claim=owner.claim, reason="", readers=Readers(store))
+    with _claimed(store, _standings(store), emit) as (_, claim):
+        removal = retract(store, folder, claim=claim, reason="", readers=Readers(store))
         if removal.left:
             emit("warning", kept_of_others(store, folder, removal.left))
-    finally:
-        owner.release_run()
 
 
 def _expect_nothing_new(store: Store, asked: DeletionPlan) -> None:
@@ -188,17 +279,14 @@ def _expect_nothing_new(store: Store, asked: DeletionPlan) -> None:
 
 def _expect_whole(store: Store, base: Entry) -> None:
     """Raise `CorruptData` unless a checkpoint is whole, read back in full."""
+    from holdfast.maintenance.verify import verify  # needs numpy; a dry run of `prune` does not
+
     report = verify(store, base.folder)
     if report.of_state:
         raise CorruptData(
             f"nothing was deleted: {base.folder}, from which the run would resume, cannot be "
             "read back:\n" + listing([str(problem) for problem in report.of_state])
         )
-
-
-def _standings(store: Store) -> Iterator[Choice]:
-    while True:
-        yield standing(store)
 
 
 def _choose_after_delete(store: Store, asked: DeletionPlan, reason: str) -> Iterator[Choice]:
@@ -231,3 +319,145 @@ def already_dropped(store: Store, entry: Entry, components: Sequence[str]) -> bo
     lost = dropped(store, entry.folder, entry.manifest, entry.marks)
     gone = parts_of(store, entry.folder, entry.manifest, entry.marks).gone
     return {*components} <= {*lost} & {*gone}
+
+
+# Of damaged checkpoints --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damaged:
+    """Description of a checkpoint whose manifest is damaged or lost."""
+
+    folder: str
+    why: str
+    """What is wrong with the manifest."""
+    files: tuple[tuple[str, int], ...]
+    """(name, bytes) of each file in the folder."""
+    pinned: bool
+    tags: tuple[str, ...]
+    is_latest: bool
+    """Whether the file `latest` names this checkpoint."""
+    goes_on_from: str | None
+    """Folder of the checkpoint that the run would resume from after the deletion, judged by
+    manifests alone; None: no such checkpoint."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files of the checkpoint."""
+        return sum(nbytes for _, nbytes in self.files)
+
+
+def examine_damaged(store: Store, folder: str) -> Damaged:
+    """Describe a checkpoint whose manifest is damaged or lost. Writes nothing."""
+    if layout.parse_attempt(folder) is None:
+        raise UsageError(f"{folder!r} is no name of a checkpoint's folder; `holdfast ls` has them")
+    files = tuple(
+        (info.key.removeprefix(f"{folder}/"), info.nbytes) for info in store.list(f"{folder}/")
+    )
+    if not files:
+        raise NoCheckpoint(f"{store.url}/{folder}: there is no such folder, or it is empty")
+    catalog = Catalog(store)
+    try:
+        register = catalog.read(folder)
+    except UnsupportedVersion:
+        raise
+    except FormatError as error:
+        _expect_its_own(store, folder)
+        marks, point = catalog.marks(folder), standing(store).point
+        if point is None:
+            expect_nothing_left_behind(catalog, folder)
+        return Damaged(
+            folder=folder,
+            why=str(error),
+            files=files,
+            pinned=marks.pinned,
+            tags=marks.tags,
+            is_latest=latest_of(store) == folder,
+            goes_on_from=point.folder if point is not None else None,
+        )
+    if isinstance(register, Manifest):
+        raise UsageError(
+            f"{folder}: nothing was deleted, for its manifest is sound; `holdfast prune` deletes "
+            "by a rule"
+        )
+    what = "was deleted" if isinstance(register, Deleted) else "never became a checkpoint"
+    raise UsageError(f"{folder}: it {what}; `holdfast gc` without --damaged removes what is left")
+
+
+def _expect_its_own(store: Store, folder: str) -> None:
+    """Raise `UsageError` if the manifest names another folder: this one was renamed."""
+    try:
+        listing = read_listing(bare(store), folder)
+    except FormatError:
+        return
+    if isinstance(listing, Manifest | Visible):
+        name = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
+        if str(name) != folder:
+            raise UsageError(
+                f"{folder}: nothing was deleted, for its manifest is sound and belongs into a "
+                f"folder called {name}; rename it"
+            )
+
+
+def expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
+    """Raise `UsageError` if, without `folder`, resume would use an abandoned checkpoint."""
+    entries = (entry for entry in catalog.checkpoints() if entry.folder != folder)
+    left = [entry.folder for entry in entries if not entry.manifest.lacks]
+    if left:
+        raise UsageError(
+            f"{folder}: nothing was deleted. A rollback has left {left[0]} behind, and without "
+            "this folder nothing else is there, so the next resume would take that. First resume "
+            f"the folder to resume from, as in resume({left[0]!r})"
+        )
+
+
+def delete_damaged(store: Store, folder: str, *, emit: Emitter, watch: Wait | None = None) -> str:
+    """Delete a checkpoint whose manifest is damaged; return why it was kept, or an empty text.
+
+    Claims the run meanwhile and watches leases of readers on other hosts, as `prune` does. After
+    the deletion the run resumes from `goes_on_from`, also where it had been rolled back to the
+    deleted checkpoint; checkpoints that the rollback abandoned stay abandoned.
+    """
+    damaged = examine_damaged(store, folder)
+    readers = _watch_readers(store, {folder}, emit, watch)
+    if leases := readers.find_leases(folder):  # check before the mark, which blocks new readers
+        return f"{leases[0].who} reads it"
+    with _claimed(store, _choose_without(store, folder), emit) as (_, claim):
+        why, left = retract_unreadable(
+            store,
+            folder,
+            claim=claim,
+            reason="a person named it: its manifest could not be read",
+            readers=readers,
+        )
+        if not why and damaged.is_latest:
+            name_latest(store, damaged.goes_on_from)
+        if left:
+            emit("warning", kept_of_others(store, folder, left))
+    if not why:
+        readers.tidy(folder)
+    return why
+
+
+def _choose_without(store: Store, folder: str) -> Iterator[Choice]:
+    """Yield, for each try to claim, the checkpoint to resume from once `folder` is deleted.
+
+    Marked as a rollback if the run's latest was `folder`, so that checkpoints which a rollback to
+    `folder` abandoned stay abandoned.
+    """
+    while True:
+        choice = standing(store)
+        stands_on_it = choice.point is not None and _newest_of_lineage(store) == folder
+        yield replace(choice, is_rollback=True) if stands_on_it else choice
+
+
+def _newest_of_lineage(store: Store) -> str | None:
+    """Return the newest folder of the lineage that holds a checkpoint, damaged or not."""
+    catalog = Catalog(store)
+    for name in map(str, catalog.lineage()):
+        try:
+            if isinstance(catalog.read(name), Manifest):
+                return name
+        except (FormatError, SealError):
+            return name
+    return None

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
 from holdfast.format.manifest import RunPolicy, Timestamp
-from holdfast.maintenance.prune import standing
+from holdfast.maintenance.resume_plan import standing
 from holdfast.maintenance.retention import candidate, share_files
 from holdfast.ownership.claim import is_closed
 from holdfast.ownership.process import liveness, utc_now

@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from holdfast.errors import FormatError, NotSealed, SealError, is_damage
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Aborted, Deleted
-from holdfast.ownership.claim import dropped, is_being_deleted
+from holdfast.ownership.claim import Choice, dropped, is_being_deleted
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.store.base import ObjectInfo, Store
 
@@ -170,3 +170,34 @@ def _others(catalog: Catalog, known: set[str]) -> Iterator[Step]:
                 obstacle="not committed",
                 why=_UNCOMMITTED,
             )
+
+
+def standing(store: Store, *, without: str = "") -> Choice:
+    """Find the newest checkpoint of the lineage from which the run would resume.
+
+    `without`: the folder of a checkpoint to pass over, as if it were deleted.
+    """
+    catalog = Catalog(store)
+    catalog.expect_rollback_target()
+    passed_over: set[str] = set()
+    unhealthy: Entry | None = None
+    for name in catalog.lineage():
+        if str(name) == without:
+            passed_over.add(without)
+            continue
+        try:
+            entry = catalog.entry(name)
+        except (FormatError, NotSealed):
+            passed_over.add(str(name))
+            continue
+        if entry is None:
+            continue
+        if obstacle_of(store, entry) is None:
+            if not catalog.is_avoided(entry):
+                return Choice(point=entry.reference, passed_over=frozenset(passed_over))
+            unhealthy = unhealthy or entry
+        passed_over.add(entry.folder)
+    if unhealthy is None:
+        return Choice(point=None, passed_over=frozenset(passed_over))
+    passed_over.remove(unhealthy.folder)
+    return Choice(point=unhealthy.reference, passed_over=frozenset(passed_over))

@@ -337,63 +337,56 @@ class Deleter:
         return False
 
     def _execute(self, claim: Claim, item: PlannedDecision) -> None:
-        self._failures.pop(item.entry.folder, None)
+        """Delete a checkpoint, or thin one that the decision keeps; report what was done."""
+        entry, why = item.entry, item.decision.reason
+        components = item.decision.drop if item.decision.keep else ()
+        self._failures.pop(entry.folder, None)
         try:
-            if item.decision.keep:
-                self._thin(claim, item)
+            if components:
+                removal = thin(
+                    self._store,
+                    entry.folder,
+                    components,
+                    claim=claim,
+                    reason=why,
+                    readers=self._readers,
+                )
             else:
-                self._retract(claim, item)
+                self._manifests.pop(entry.folder, None)
+                removal = retract(
+                    self._store,
+                    entry.folder,
+                    claim=claim,
+                    reason=why,
+                    readers=self._readers,
+                    is_sent_to=self._is_sent_to,
+                    unclear=self._unclear,
+                    listed=entry.manifest.files,
+                )
+            self._report_readers(entry, removal.leases)
+            if removal.is_done:
+                self._report_removal(entry, components, why, removal.left)
         except Superseded:
             raise
         except HoldfastError as error:
-            self._failures[item.entry.folder] = item
-            self._report_failure(item.entry, error)
+            self._failures[entry.folder] = item
+            self._report_failure(entry, error)
 
-    def _retract(self, claim: Claim, item: PlannedDecision) -> None:
-        entry, why = item.entry, item.decision.reason
-        self._manifests.pop(entry.folder, None)
-        removal = retract(
-            self._store,
-            entry.folder,
-            claim=claim,
-            reason=why,
-            readers=self._readers,
-            is_sent_to=self._is_sent_to,
-            unclear=self._unclear,
-            listed=entry.manifest.files,
-        )
-        self._report_readers(entry, removal.leases)
-        if removal.is_done:
-            folder = entry.folder
-            if removal.left:
-                self._emit("warning", kept_of_others(self._store, folder, removal.left))
-            self.report.deleted.append(folder)
-            self._emit(
-                "retracted",
-                f"deleted {folder}: {why}",
-                step=entry.step,
-                folder=folder,
-                root=self._store.url,
-                reason=why,
-            )
-            self._readers.tidy(folder)
-
-    def _thin(self, claim: Claim, item: PlannedDecision) -> None:
-        entry, why, components = item.entry, item.decision.reason, item.decision.drop
-        removal = thin(
-            self._store,
-            entry.folder,
-            components,
-            epoch=claim.epoch,
-            reason=why,
-            readers=self._readers,
-        )
-        self._report_readers(entry, removal.leases)
-        if removal.is_done:
-            folder, step = entry.folder, entry.step
+    def _report_removal(
+        self, entry: Entry, components: Sequence[str], why: str, left: Sequence[str]
+    ) -> None:
+        folder, step = entry.folder, entry.step
+        if components:
             self.report.thinned.append(folder)
             text = f"dropped {', '.join(components)} of {folder}: {why}"
             self._emit("thinned", text, step=step, folder=folder, components=components)
+            return
+        if left:
+            self._emit("warning", kept_of_others(self._store, folder, left))
+        self.report.deleted.append(folder)
+        text = f"deleted {folder}: {why}"
+        self._emit("retracted", text, step=step, folder=folder, root=self._store.url, reason=why)
+        self._readers.tidy(folder)
 
     def _must_stay(self, entry: Entry) -> bool:
         """Whether a checkpoint is still needed by an upload or a reader; reported once."""

@@ -8,7 +8,7 @@ before, because the mark that is put first mostly stays.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import (
@@ -68,12 +68,12 @@ def retract(
     `is_sent_to` is as for `may_remove_whole`. The registers of `unclear` folders stay. With
     `even_held` pins and tags do not keep it: a person has said so.
     """
-    by = f"writer {claim.epoch}"
-    try:
-        is_ours = _mark_retired(store, folder, claim.epoch, Retired(by=by, reason=reason))
-    except NotFound:
+    mark_name = layout.retired_name(claim.epoch)
+    mark = Retired(by=f"writer {claim.epoch}", reason=reason).encode()
+    ours = _put_marks(store, folder, claim, {mark_name: mark})
+    if ours is None:
         return _NOT_REMOVED
-    if not is_ours:
+    if not ours:
         reason = f"{reason} (marked before)"
     catalog = Catalog(store)
     marks, register = catalog.marks(folder), catalog.read(folder)
@@ -83,13 +83,13 @@ def retract(
         if leases := readers.find_leases(folder):
             return Removal(is_done=False, leases=leases)
         listed = register.files
-        _put_tombstone(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
+        _put_tombstone(store, folder, claim, register.save_id, reason)
     name = layout.parse_attempt(folder)
     whole = False
     if name is not None and folder not in unclear:
         whole = may_remove_whole(store, claim, name.epoch, is_sent_to=is_sent_to)
-    if listed is not None and is_ours:
-        listed = {*listed, layout.retired_name(claim.epoch)}
+    if listed is not None and ours:
+        listed = {*listed, mark_name}
     left = remove_files(store, folder, whole=whole, listed=listed)
     return Removal(is_done=True, left=left)
 
@@ -102,21 +102,20 @@ def retract_unreadable(
     In the order of `retract`, but pins do not keep it. Returns why it stays, empty if it is
     deleted, and the files of others that were left in its folder.
     """
-    by = f"writer {claim.epoch}"
-    try:
-        is_ours = _mark_retired(store, folder, claim.epoch, Retired(by=by, reason=reason))
-    except NotFound:
+    mark = Retired(by=f"writer {claim.epoch}", reason=reason).encode()
+    ours = _put_marks(store, folder, claim, {layout.retired_name(claim.epoch): mark})
+    if ours is None:
         return "its folder is gone", ()
     name = layout.parse_attempt(folder)
     why = "somebody reads it" if readers.find_leases(folder) else _why_sound(store, folder)
     if name is None:
         why = why or "its name is not that of a checkpoint"
     if why or name is None:
-        if is_ours:
-            store.delete(f"{folder}/{layout.retired_name(claim.epoch)}")
+        for key in ours:
+            store.delete(key)
         return why, ()
     save_id = name.id8.ljust(32, "0")  # no more of it is known
-    _put_tombstone(store, folder, Deleted(save_id=save_id, by=by, reason=reason))
+    _put_tombstone(store, folder, claim, save_id, reason)
     whole = may_remove_whole(store, claim, name.epoch, is_sent_to=True)
     return "", remove_files(store, folder, whole=whole)
 
@@ -133,32 +132,12 @@ def _why_sound(store: Store, folder: str) -> str:
     return f"{what} can be read by now"
 
 
-def _mark_retired(store: Store, folder: str, epoch: int, mark: Retired) -> bool:
-    """Mark a checkpoint as being deleted, and check ownership. False: it was already marked.
-
-    Raises:
-        NotFound: its folder is gone.
-        StoreError: a user's file has the name of the mark, so that no reader would see one.
-        Superseded: a later writer owns the run.
-    """
-    is_ours = True
-    key = f"{folder}/{layout.retired_name(epoch)}"
-    try:
-        store.put(key, mark.encode(), if_absent=True)
-    except AlreadyExists as error:
-        is_ours = False
-        if not is_own_mark(store, key):
-            raise StoreError(f"{store.url}/{key}: {_HIDES}") from error
-    check_ownership(store, epoch, committed=True)
-    return is_ours
-
-
 def thin(
     store: Store,
     folder: str,
     components: Sequence[str],
     *,
-    epoch: int,
+    claim: Claim,
     reason: str,
     readers: Readers,
     even_held: bool = False,
@@ -166,24 +145,16 @@ def thin(
     """Delete components of a checkpoint unless it is pinned, tagged or leased by a reader.
 
     In this order: marks, ownership check, pins, leases, files. `even_held` is as for `retract`.
-
-    Raises:
-        StoreError: a user's file has the name of a mark, so that no reader would see one.
     """
-    ours: list[str] = []
-    for component in components:
-        key = f"{folder}/{layout.thinned_name(component, epoch)}"
-        mark = Thinned(by=f"writer {epoch}", component=component, reason=reason)
-        try:
-            store.put(key, mark.encode(), if_absent=True)
-        except AlreadyExists as error:
-            if not is_own_mark(store, key):
-                raise StoreError(f"{store.url}/{key}: {_HIDES}") from error
-            continue  # This epoch began to thin it before; some files may be gone already.
-        except NotFound:
-            return _NOT_REMOVED
-        ours.append(key)
-    check_ownership(store, epoch, committed=True)
+    by = f"writer {claim.epoch}"
+    thinned = [Thinned(by=by, component=component, reason=reason) for component in components]
+    names = [layout.thinned_name(component, claim.epoch) for component in components]
+    # Without those that this epoch has put before: some files may be gone already.
+    ours = _put_marks(
+        store, folder, claim, {n: mark.encode() for n, mark in zip(names, thinned, strict=True)}
+    )
+    if ours is None:
+        return _NOT_REMOVED
     catalog = Catalog(store)
     marks, register = catalog.marks(folder), catalog.read(folder)
     if not isinstance(register, Manifest):
@@ -199,12 +170,39 @@ def thin(
     return Removal(is_done=True)
 
 
+def _put_marks(
+    store: Store, folder: str, claim: Claim, marks: Mapping[str, bytes]
+) -> list[str] | None:
+    """Mark a checkpoint as being deleted or thinned, and check ownership.
+
+    Returns the keys of the marks that were not there before; None if the folder is gone.
+
+    Raises:
+        StoreError: a user's file has the name of a mark, so that no reader would see one.
+        Superseded: a later writer owns the run.
+    """
+    ours: list[str] = []
+    for name, data in marks.items():
+        key = f"{folder}/{name}"
+        try:
+            store.put(key, data, if_absent=True)
+            ours.append(key)
+        except AlreadyExists as error:
+            if not is_own_mark(store, key):
+                raise StoreError(f"{store.url}/{key}: {_HIDES}") from error
+        except NotFound:
+            return None
+    check_ownership(store, claim.epoch, committed=True)
+    return ours
+
+
 def is_held(manifest: Manifest, marks: Marks) -> bool:
     """Whether a checkpoint is pinned or tagged, which keeps it from deletion."""
     return marks.pinned or bool(marks.tags) or bool(manifest.tags)
 
 
-def _put_tombstone(store: Store, folder: str, tombstone: Deleted) -> None:
+def _put_tombstone(store: Store, folder: str, claim: Claim, save_id: str, reason: str) -> None:
+    tombstone = Deleted(save_id=save_id, by=f"writer {claim.epoch}", reason=reason)
     store.put(f"{folder}/{layout.MANIFEST}", tombstone.encode())
 
 

@@ -28,7 +28,7 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Aborted, Deleted, Manifest
-from holdfast.maintenance.prune import standing
+from holdfast.maintenance.resume_plan import standing
 from holdfast.ownership.annotations import annotate
 from holdfast.ownership.claim import Choice, Claim, check_owner, claim_run
 from holdfast.ownership.leases import leased
