@@ -153,7 +153,6 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
             "copy_checkpoints",
             "queue",
         ),
-        ("upload_rounds",),
         ("mirror",),
     ),
     "train": (

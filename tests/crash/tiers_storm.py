@@ -35,8 +35,8 @@ from holdfast.keys import Encryption, SecretKey
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import EveryNth, Last
+from holdfast.replication.mirror import Mirror
 from holdfast.replication.queue import UploadQueue
-from holdfast.replication.upload_rounds import UploadWorker
 from holdfast.root.catalog import Entry
 from holdfast.root.upload_records import Ledger
 from holdfast.store import open_store
@@ -178,14 +178,14 @@ class TiersStorm(Storm):
 
 def holds_nothing() -> None:
     """Mutant: local retention does not wait for the upload, of which each takes a while."""
-    real_upload = UploadWorker._upload
+    real_upload = Mirror._upload
 
-    def upload(self: UploadWorker, entry: Entry) -> None:
+    def upload(self: Mirror, entry: Entry) -> None:
         time.sleep(0.3)
         real_upload(self, entry)
 
     UploadQueue.holds = lambda self, entry: ""
-    UploadWorker._upload = upload
+    Mirror._upload = upload
 
 
 MUTANTS = {"holds_nothing": holds_nothing}

@@ -33,9 +33,9 @@ from holdfast.ownership.leases import Readers
 from holdfast.ownership.tiered import share_claims
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import Last
+from holdfast.replication.mirror import Mirror
 from holdfast.replication.repair import mend
 from holdfast.replication.upload import Sender, UploadInterrupted
-from holdfast.replication.upload_rounds import UploadWorker
 from holdfast.root.catalog import Catalog
 from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
@@ -490,9 +490,9 @@ def test_a_local_copy_that_was_sent_stays_until_somebody_has_looked_at_the_remot
     local: LocalStore, remote: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R1, D19: saves of a new process may be faster than its first look there."""
-    tiny, looks, real = Tiny(), threading.Event(), UploadWorker._claim_remote
+    tiny, looks, real = Tiny(), threading.Event(), Mirror._claim_remote
 
-    def begin(self: UploadWorker) -> None:
+    def begin(self: Mirror) -> None:
         assert looks.wait(60), "the test did not let it look"
         real(self)
 
@@ -500,7 +500,7 @@ def test_a_local_copy_that_was_sent_stays_until_somebody_has_looked_at_the_remot
         manager.resume()
         saved(manager, tiny, 1)
     remote.delete(f"{newest(remote)}/keys-0001.json")
-    monkeypatch.setattr(UploadWorker, "_claim_remote", begin)
+    monkeypatch.setattr(Mirror, "_claim_remote", begin)
     tiered = Tiered(local, remote, keep_local=0, close_timeout_s=0)
     with opened(tiered, tiny, encrypt=SEALS) as manager:
         manager.resume()

@@ -9,7 +9,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from holdfast.arguments import check_arguments, escaped
-from holdfast.errors import AlreadyExists, CommitConflict, NoCheckpoint, NotFound, UsageError
+from holdfast.errors import (
+    AlreadyExists,
+    CommitConflict,
+    NoCheckpoint,
+    NotFound,
+    NotSealed,
+    UsageError,
+)
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import Notes, Rejected
@@ -70,6 +77,24 @@ def annotate_copies(catalog: Catalog, which: str | int, **notes: Any) -> None:
             failure = failure or error
     if failure is not None and not is_done:
         raise failure
+
+
+def copy_marks(source: Store, target: Store, name: layout.AttemptName) -> None:
+    """Copy the pin and the tags of a checkpoint to its copy in another root, if that exists.
+
+    Between tiers a pin is set in the local one first, and then in the remote one if that has a
+    copy, so that either the pin or the upload sees the other. Pins of the copy alone stay.
+    """
+    marks = Catalog(source).marks(str(name))
+    copy = Catalog(target).entry(name) if marks.pinned or marks.tags else None
+    if copy is None:
+        return
+    if copy.marks.pinned >= marks.pinned and {*copy.marks.tags} >= {*marks.tags}:
+        return
+    try:
+        annotate(target, copy, add_tags=marks.tags, pinned=marks.pinned or None)
+    except NotSealed:
+        annotate(target, copy, pinned=True)  # a pin keeps what the tags would keep
 
 
 def expect_removable(entry: Entry, tags: Iterable[str]) -> None:

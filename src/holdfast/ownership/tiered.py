@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 
 from typing_extensions import override
 
@@ -54,10 +55,29 @@ _MAX_RACES = 100
 _SCRATCH_TIMEOUT_S = 600.0
 
 
+@dataclass(slots=True, kw_only=True)
+class RemoteSide:
+    """A process's claim on the remote tier, under which uploads, retention and gc run there."""
+
+    claim: Claim | None = None
+    has_committed: bool = False
+    """Whether the remote tier has a save of this claim from which the run would resume."""
+    unclear: set[str] = field(default_factory=set)
+    """Folders of uploads whose register must stay: a copy of its put may still arrive."""
+    is_clean: bool = True
+    """Whether this epoch may be closed in the remote tier, as far as is known: no call of this
+    claim hangs there, and none of its saves will be uploaded later."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all puts of this process into the remote tier are known to have ended."""
+        return self.is_clean and not self.unclear
+
+
 class TieredOwnership(Ownership):
     """Ownership of a run in two tiers by one manager, with a claim and a heartbeat in each.
 
-    `remote_claim` is the claim once it is in the remote tier, too; without it nothing is uploaded.
+    `remote` has the claim once it is in the remote tier, too; without it nothing is uploaded.
     """
 
     def __init__(self, catalog: TieredCatalog, *, takeover: bool, emit: Emitter) -> None:
@@ -66,14 +86,7 @@ class TieredOwnership(Ownership):
         self._remote = catalog.remote.store
         self._remote_heartbeat: ClaimHeartbeat | None = None
         self._scratch = threading.Lock()
-        self.remote_claim: Claim | None = None
-        self.remote_has_committed = False
-        """Whether the remote tier has a save of this claim from which the run would resume."""
-        self.remote_unclear: set[str] = set()
-        """Folders of uploads whose register must stay: a copy of its put may still arrive."""
-        self.remote_is_clean = True
-        """Whether this epoch may be closed in the remote tier, as far as is known: no call of this
-        claim hangs there, and none of its saves will be uploaded later."""
+        self.remote = RemoteSide()
 
     @override
     def expect_no_live_owner(self) -> None:
@@ -87,20 +100,15 @@ class TieredOwnership(Ownership):
     @override
     def claim_ownership(self, choices: Iterator[Choice]) -> None:
         """Claim the run in both tiers. No save or upload of an earlier claim may be under way."""
-        before = self.remote_claim
-        self.remote_claim, self.remote_has_committed = None, False
+        before = self.remote.claim
+        self.remote.claim, self.remote.has_committed = None, False
         self.catalog.look_again()
         try:
             super().claim_ownership(choices)
         finally:
             self._end_remotely(before, END_S)
-        self.remote_is_clean, self.remote_unclear = True, set()
+        self.remote.is_clean, self.remote.unclear = True, set()
         self._start_heartbeat()
-
-    @property
-    def is_remote_over(self) -> bool:
-        """Whether all puts of this process into the remote tier are known to have ended."""
-        return self.remote_is_clean and not self.remote_unclear
 
     @contextmanager
     def remote_scratch(self) -> Iterator[None]:
@@ -117,8 +125,8 @@ class TieredOwnership(Ownership):
 
     def attach(self) -> Claim:
         """Put this process's claim into the remote tier, unless it has it, and return the claim."""
-        if self.remote_claim is not None:
-            return self.remote_claim
+        if self.remote.claim is not None:
+            return self.remote.claim
         claim = self.claim
         assert claim is not None, "uploads follow a claim"
         self._expect_root()
@@ -126,14 +134,14 @@ class TieredOwnership(Ownership):
         self._check_remote()
         share_claims(self._store, self._remote, emit=self._emit)
         self._expect_no_later_claim(claim)
-        self.remote_claim = claim
+        self.remote.claim = claim
         self._start_heartbeat()
         return claim
 
     @override
     def release_run(self, timeout_s: float = END_S) -> None:
         end = time.monotonic() + timeout_s
-        claim, self.remote_claim = self.remote_claim, None
+        claim, self.remote.claim = self.remote.claim, None
         self._end_remotely(claim, min(timeout_s, END_S))
         super().release_run(left_s(end))
 
@@ -161,7 +169,7 @@ class TieredOwnership(Ownership):
             raise
 
     def _close_unused(self, claim: Claim) -> None:
-        remote_claim, self.remote_claim = self.remote_claim, None
+        remote_claim, self.remote.claim = self.remote.claim, None
         put_closed(self._store, claim)
         if remote_claim == claim:
             put_closed(self._remote, claim)
@@ -182,13 +190,13 @@ class TieredOwnership(Ownership):
         put.append(claim)
         if not is_still_right(self.catalog, claim, choice):
             return None
-        if self.remote_claim is not None and self.catalog.cut_off is not None:
+        if self.remote.claim is not None and self.catalog.cut_off is not None:
             return None  # the second check read one tier only
         return claim
 
     def _put_claim(self, after: int, choice: Choice, *, is_reachable: bool) -> Claim | None:
         """Put the claim that follows epoch `after`; None if the caller has to choose again."""
-        self.remote_claim = None
+        self.remote.claim = None
         if is_reachable:
             with _cutting_off():
                 share_claims(self._store, self._remote, emit=self._emit)
@@ -204,7 +212,7 @@ class TieredOwnership(Ownership):
             put_once(self._store, layout.writer_key(epoch), data)
         except CommitConflict:
             return None
-        self.remote_claim = claim if is_remote else None
+        self.remote.claim = claim if is_remote else None
         return claim
 
     def _put_remote(self, epoch: int, data: bytes) -> bool:
@@ -302,16 +310,16 @@ class TieredOwnership(Ownership):
             raise
 
     def _start_heartbeat(self) -> None:
-        if self.remote_claim is None:
+        if self.remote.claim is None:
             return
         emit = remote_emitter(self._emit, self._remote.url, only_first=True)
-        self._remote_heartbeat = ClaimHeartbeat(self._remote, self.remote_claim, emit)
+        self._remote_heartbeat = ClaimHeartbeat(self._remote, self.remote.claim, emit)
         weakref.finalize(self, self._remote_heartbeat.ask_to_stop)
 
     def _end_remotely(self, claim: Claim | None, timeout_s: float) -> None:
         """Stop the remote heartbeat; close the claim's epoch if all of its saves were uploaded."""
         heartbeat, self._remote_heartbeat = self._remote_heartbeat, None
-        is_over = claim is not None and self.is_remote_over
+        is_over = claim is not None and self.remote.is_over
         self._stop_heartbeat(heartbeat, is_over=is_over, timeout_s=timeout_s, tier="remote")
 
 

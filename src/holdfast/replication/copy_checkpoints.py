@@ -29,7 +29,7 @@ from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Aborted, Deleted, Manifest
 from holdfast.maintenance.resume_plan import standing
-from holdfast.ownership.annotations import annotate
+from holdfast.ownership.annotations import copy_marks
 from holdfast.ownership.claim import Choice, Claim, check_owner, claim_run
 from holdfast.ownership.leases import leased
 from holdfast.ownership.owner import Ownership
@@ -184,7 +184,8 @@ def copy_checkpoints(
     """
     if all(item.is_complete for item in planned):
         for item in planned:
-            _copy_marks(source, target, item.name)
+            with suppress(SealError):  # without a key there are none
+                copy_marks(source, target, item.name)
             yield Copied(
                 folder=item.folder,
                 step=item.completed_steps,
@@ -239,7 +240,8 @@ def _copy_one(
             told(folder, min(cost.nbytes, total), total)
 
     cost = sender.upload_checkpoint(folder, epoch=claim.epoch, told=tell, unclear=owner.unclear)
-    _copy_marks(source, target, item.name)
+    with suppress(SealError):  # without a key there are none
+        copy_marks(source, target, item.name)
     return Copied(
         folder=folder,
         step=item.completed_steps,
@@ -248,17 +250,6 @@ def _copy_one(
         was_there=item.was_there,
         seconds=cost.seconds,
     )
-
-
-def _copy_marks(source: Store, target: Store, name: AttemptName) -> None:
-    """Copy the pin and the tags that were given after the save; without a key there are none."""
-    with suppress(SealError):
-        marks, copy_ = Catalog(source).marks(str(name)), Catalog(target).entry(name)
-        if copy_ is None or not (marks.pinned or marks.tags):
-            return
-        if copy_.marks.pinned >= marks.pinned and {*copy_.marks.tags} >= {*marks.tags}:
-            return
-        annotate(target, copy_, add_tags=marks.tags, pinned=marks.pinned or None)
 
 
 def _point_latest(target: Store) -> str:

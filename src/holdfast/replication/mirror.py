@@ -1,45 +1,100 @@
 """Uploads checkpoints of a local root to a remote one in the background (design.md, rule 9).
 
 Owns the upload thread, the only one that makes requests to the remote tier, and the interface of
-the training threads to it; the work of that thread is in `replication.upload_rounds`.
-A failed upload is logged and retried; it delays only the deletion of what is not uploaded yet.
+the training threads to it. A round of that thread uploads the queued checkpoints, prunes the remote
+tier, and repairs the local one. A failed upload is logged and retried; it delays only the deletion
+of checkpoints that are not uploaded yet.
 """
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from typing_extensions import override
 
-from holdfast.errors import DeadlineExceeded, UploadFailed, time_limit
-from holdfast.events import Emitter
+from holdfast.encryption.store import sealed
+from holdfast.errors import (
+    CommitConflict,
+    DeadlineExceeded,
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    NotSealed,
+    OutcomeUnknown,
+    OwnershipError,
+    UploadFailed,
+    is_damage,
+    time_limit,
+)
+from holdfast.events import Emitter, Event
+from holdfast.format import layout
 from holdfast.format.manifest import Timestamp
+from holdfast.format.records import UploadState
 from holdfast.maintenance.housekeeping import Housekeeper, UploadQueries
-from holdfast.ownership.claim import Choice
+from holdfast.maintenance.retention import candidate
+from holdfast.maintenance.verify import verify
+from holdfast.ownership.annotations import copy_marks
+from holdfast.ownership.claim import Choice, Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.ownership.owner import Following, Ownership
 from holdfast.ownership.tiered import TieredOwnership
-from holdfast.ownership.tiered_catalog import TieredCatalog
+from holdfast.ownership.tiered_catalog import TieredCatalog, remote_emitter
 from holdfast.ownership.tiered_options import Tiered, TieredOptions, TierRules
-from holdfast.replication.upload_rounds import UploadWorker
+from holdfast.policy.rule import Candidate
+from holdfast.replication.queue import UploadQueue
+from holdfast.replication.repair import mend
+from holdfast.replication.upload import Cost, Sender, UploadInterrupted
+from holdfast.root.byte_ranges import get_stored_length
 from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.commit import (
+    check_ownership,
+    kept_of_others,
+    mark_aborted,
+    remove_files,
+    sync_checkpoint,
+)
+from holdfast.threads.workers import Background
 
+BACKOFF_S = 1.0
+"""Pause after a first failure; it doubles with each further failure."""
+BACKOFF_MAX_S = 60.0
+_RANDOM = random.Random()  # not the module's generator, which is part of the run's state
+_NOTE_EVERY_S = 2.0
+_BLOCK_TIMEOUT_S = 600.0
 _LOOK_S = 1.0
 """Pause between two looks whether a wait is to be given up, in seconds."""
 _END_S = 5.0
 """How long `close` waits, beyond its deadline, for blocks in flight, in seconds."""
 
 
-class UploadState(Enum):
+class _Turn(Enum):
     """State of the upload thread."""
 
     RESTS = auto()
     WORKS = auto()
     AGAIN = auto()
     """Another round is due: something has changed since the present one began."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Failures:
+    """Upload failures since the run was claimed; guarded by the lock of the queue."""
+
+    count: int = 0
+    """Failures in a row."""
+    last: UploadFailed | None = None
+    """Failure that callers must see; None: none, or a later upload has succeeded."""
+    is_refusal: bool = False
+    """Whether `last` stays, also after later uploads succeed."""
+    lost: OwnershipError | None = None
+    """Why uploads have stopped: another process owns the run."""
+    is_lost_told: bool = False
 
 
 class Mirror(UploadQueries):
@@ -50,61 +105,106 @@ class Mirror(UploadQueries):
     def __init__(
         self,
         owner: TieredOwnership,
-        sending: UploadWorker,
+        rules: TierRules,
         options: TieredOptions,
         emit: Emitter,
         *,
+        replaces: bool,
         timeout_s: float,
     ) -> None:
-        """Create a mirror, paused until `go_on`. `timeout_s` is the longest that callers wait."""
+        """Create a mirror, paused until `go_on`. `replaces` is as for `Housekeeper`; `timeout_s` is
+        the longest that callers wait."""
         self._owner = owner
-        self._local_url, self._remote_url = owner.catalog.store.url, owner.catalog.remote.store.url
-        self._sending = sending
-        self._backlog, self._background = sending.backlog, sending.background
-        self._changed = self._backlog.changed
-        self._background.ask_to_stop()
+        self._catalog = owner.catalog
+        self._local, self._remote = self._catalog.store, self._catalog.remote.store
         self._options = options
         self._emit = emit
+        self._emit_remote = remote_emitter(emit, self._remote.url)
         self._timeout_s = timeout_s
-        self._turn = UploadState.RESTS
+        self._queue = UploadQueue(
+            self._local, self._remote.url, rules.remote, emit, owner, replaces=replaces
+        )
+        self._changed = self._queue.changed
+        self.chores = Housekeeper(
+            self._local,
+            owner,
+            rules.local,
+            emit,
+            replaces=replaces,
+            is_sent_to=False,
+            waiting=self._queue,
+        )
+        """Housekeeping of the local tier."""
+        self._remote_chores = Housekeeper(
+            self._remote,
+            owner.remote,
+            rules.remote,
+            Emitter((self._forward_event,)),
+            replaces=replaces,
+            waiting=self,
+        )
+        self._sender = Sender(
+            self._local,
+            self._remote,
+            num_threads=options.threads,
+            timeout_s=_BLOCK_TIMEOUT_S,
+            reads_back=options.reads_back,
+        )
+        self._background = Background("holdfast-mirror")
+        self._background.ask_to_stop()  # ends the present round, and lets no other begin
+        self._turn = _Turn.RESTS
         self._job: Future[None] | None = None
+        self._may_mend = False
+        """Whether the next round repairs damaged checkpoints of the local tier."""
+        self._clear_cached_facts()
+
+    def _clear_cached_facts(self) -> None:
+        """Discard cached facts about both tiers, since other processes may change them."""
+        self._queue.clear()
+        self._is_behind = True
+        """Whether the queue was never empty since the claim, so that local retention is due."""
+        self._may_release = False
+        """Whether the load after the claim has ended, so that it reads no local copy any more."""
+        self._begun: set[str] = set()
+        """Folders that may have uncommitted files in the remote tier."""
+        self._failures = _Failures()
 
     # Called by the threads that train and save
 
     @override
     def queue_new_uploads(self) -> None:
         try:
-            self._backlog.refresh()
+            self._queue.refresh()
         except Exception as error:  # noqa: BLE001 - the save stands; nothing is deleted meanwhile
-            self._backlog.doubt()
+            self._queue.doubt()
             self._emit("housekeeping_failed", f"queue of uploads: {error!r}")
-        self._sending.may_release = True
+        self._may_release = True
         self._wake()
 
     @override
     def mend_now(self) -> None:
-        self._sending.may_mend = self._sending.may_release = True
+        self._may_mend = self._may_release = True
         self._wake()
 
     @override
     def expect_room(
         self, now: Timestamp, waits: Callable[[], None], gives_up: Callable[[], bool]
     ) -> None:
-        lag, sending = self._options.max_lag, self._sending
+        lag = self._options.max_lag
         if lag is None:
             return
         end = time.monotonic() + self._timeout_s
         has_told = False
         with self._locked(self._timeout_s):
-            while sending.failures.lost is None and self._backlog.is_too_far_behind(now, lag):
+            while self._failures.lost is None and self._queue.is_too_far_behind(now, lag):
                 if gives_up():
                     return
                 left_s = end - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineExceeded(
-                        f"{self._remote_url} is further behind than max_lag allows, and did not "
-                        f"catch up in {time_limit(self._timeout_s)}: {self._backlog}"
-                    ) from sending.failures.last
+                        f"{self._remote.url} is further behind than max_lag allows, and did not "
+                        f"catch up in {time_limit(self._timeout_s)}: {self._queue}"
+                    ) from self._failures.last
                 if not has_told:
                     has_told = True
                     waits()
@@ -112,7 +212,7 @@ class Mirror(UploadQueries):
 
     @override
     def raise_failure(self) -> None:
-        failures = self._sending.failures
+        failures = self._failures
         if failures.lost is not None:
             failures.is_lost_told = True
             raise failures.lost
@@ -127,9 +227,9 @@ class Mirror(UploadQueries):
         with self._locked(timeout_s):
             if not self._changed.wait_for(self._is_settled, max(end - time.monotonic(), 0)):
                 raise DeadlineExceeded(
-                    f"{self._remote_url}: not all was sent after {time_limit(timeout_s)}: "
-                    f"{self._backlog}"
-                ) from self._sending.failures.last
+                    f"{self._remote.url}: not all was sent after {time_limit(timeout_s)}: "
+                    f"{self._queue}"
+                ) from self._failures.last
             job = self._job
         if job is not None and job.done():
             job.result()
@@ -143,7 +243,7 @@ class Mirror(UploadQueries):
         """
         if not self._changed.acquire(timeout=timeout_s):
             raise DeadlineExceeded(
-                f"{self._local_url}: the queue of uploads is still being read after "
+                f"{self._local.url}: the queue of uploads is still being read after "
                 f"{time_limit(timeout_s)}; its storage or key service hangs"
             )
         try:
@@ -152,10 +252,10 @@ class Mirror(UploadQueries):
             self._changed.release()
 
     def _is_resting(self) -> bool:
-        return self._turn is UploadState.RESTS
+        return self._turn is _Turn.RESTS
 
     def _is_settled(self) -> bool:
-        failure = self._sending.failures.last
+        failure = self._failures.last
         must_raise = failure is not None and self._options.on_upload_failure == "raise"
         return self._is_resting() or must_raise
 
@@ -171,36 +271,37 @@ class Mirror(UploadQueries):
                 self.pause(_END_S)
         except DeadlineExceeded as error:
             self._emit("housekeeping_failed", str(error), tier="remote")
-        self._sending.stop_uploads()
+        self._sender.stop_sending()
         self._background.stop_jobs()
-        failures = self._sending.failures
+        failures = self._failures
         if failures.lost is not None and not failures.is_lost_told:
             raise failures.lost
-        if self._backlog.folders:
+        if self._queue.folders:
             self._report_unsent()
 
     @override
     def unsent(self) -> str:
-        if not self._backlog.folders:
+        if not self._queue.folders:
             return ""
         return (
-            f"{self._remote_url}: not uploaded: {self._backlog}. They are in {self._local_url}; "
+            f"{self._remote.url}: not uploaded: {self._queue}. They are in {self._local.url}; "
             "run the program again to upload them, also after training has ended. "
-            f"`holdfast uploads {self._local_url}` lists what is missing"
+            f"`holdfast uploads {self._local.url}` lists what is missing"
         )
 
     def _report_unsent(self) -> None:
         text = self.unsent()
-        self._emit("upload_failed", text, tier="remote", waiting=len(self._backlog.folders))
+        self._emit("upload_failed", text, tier="remote", waiting=len(self._queue.folders))
         if self._options.on_upload_failure == "raise":
-            raise UploadFailed(text) from self._sending.failures.last
+            raise UploadFailed(text) from self._failures.last
 
     # The thread
 
     def go_on(self) -> None:
         """Drop cached state of both tiers and start uploading; called after each claim."""
-        self._sending.clear_cached_facts()
-        self._sending.proceed()
+        self._clear_cached_facts()
+        self._sender.start()
+        self._sender.proceed()
         self._background.proceed()
         self._wake()
 
@@ -211,17 +312,17 @@ class Mirror(UploadQueries):
             DeadlineExceeded: a request to the remote tier hangs.
         """
         self._background.ask_to_stop()
-        self._sending.interrupt()
+        self._sender.interrupt()
         jobs = [] if self._job is None else [self._job]
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if not self._background.stop(jobs, timeout_s=limit_s):
-            self._owner.remote_is_clean = False
+            self._owner.remote.is_clean = False
             raise DeadlineExceeded(
-                f"{self._remote_url}: an upload does not end after {time_limit(limit_s)}"
+                f"{self._remote.url}: an upload does not end after {time_limit(limit_s)}"
             )
-        if not self._backlog.is_sure or any(map(self._is_ours, self._backlog.waiting)):
+        if not self._queue.is_sure or any(map(self._is_ours, self._queue.waiting)):
             # A later upload commits in this epoch, so the epoch must not be recorded as ended.
-            self._owner.remote_is_clean = False
+            self._owner.remote.is_clean = False
 
     def _is_ours(self, entry: Entry) -> bool:
         claim = self._owner.claim
@@ -229,37 +330,371 @@ class Mirror(UploadQueries):
 
     @property
     def _may_work(self) -> bool:
-        return not self._background.is_stopping and self._sending.failures.lost is None
+        return not self._background.is_stopping and self._failures.lost is None
 
     def _wake(self) -> None:
         with self._changed:
-            if self._turn is UploadState.RESTS and self._may_work:
+            if self._turn is _Turn.RESTS and self._may_work:
                 self._job = self._background.submit(self._work)
-                self._turn = UploadState.AGAIN
-            elif self._turn is UploadState.WORKS:
-                self._turn = UploadState.AGAIN
+                self._turn = _Turn.AGAIN
+            elif self._turn is _Turn.WORKS:
+                self._turn = _Turn.AGAIN
 
     def _work(self) -> None:
         try:
             while self._has_work():
-                if self._sending.round():
-                    self._wake()
+                self._run_round()
         except BaseException:
             self._rest()
             raise
 
     def _has_work(self) -> bool:
         with self._changed:
-            if self._turn is not UploadState.AGAIN or not self._may_work:
+            if self._turn is not _Turn.AGAIN or not self._may_work:
                 self._rest()
                 return False
-            self._turn = UploadState.WORKS
+            self._turn = _Turn.WORKS
             return True
 
     def _rest(self) -> None:
         with self._changed:
-            self._turn = UploadState.RESTS
+            self._turn = _Turn.RESTS
             self._changed.notify_all()
+
+    # A round
+
+    def _run_round(self) -> None:
+        """Run a round of uploads and upkeep; log its errors, and request another to retry."""
+        try:
+            self._upload_and_tidy()
+        except UploadInterrupted:
+            # The run is being claimed, or the process closes. The interrupted upload is recorded as
+            # waiting (see `_upload_entry`), and its uploaded parts stay: the next claim continues
+            # it, in whatever process.
+            pass
+        except OwnershipError as error:
+            self._lose(error)
+        except Exception as error:  # noqa: BLE001 - it is logged and retried
+            self._handle_upload_failure(error, None)
+
+    def _upload_and_tidy(self) -> None:
+        """Upload waiting checkpoints, remove partial uploads, and repair local checkpoints."""
+        background = self._background
+        if not self._queue.has_seen:
+            self._claim_remote()
+        while not background.is_stopping:
+            entry = self._queue.next(tries=self._options.tries)
+            if entry is None:
+                break
+            self._upload(entry)
+        if not background.is_stopping:
+            self._clear_away()
+        if self._may_mend and not background.is_stopping:
+            self._mend()
+        if self._is_behind and self._may_release and not background.is_stopping:
+            # Checkpoints that an earlier process kept for upload may be uploaded already; then no
+            # upload follows after which local retention would run.
+            self._is_behind = False
+            self.chores.retain()
+            self._release_rest()
+
+    def holds(self, entry: Entry) -> str:
+        """Return why the remote copy must not be deleted yet, and copy pins to it; else empty.
+
+        Its pins may not be copied yet, or it was pinned since by the command line, which knows
+        only the local tier.
+        """
+        if self._queue.waits(entry):
+            return "its upload has not ended"
+        marks = Catalog(self._local).marks(entry.folder)
+        if not (marks.pinned or marks.tags):
+            return ""
+        copy_marks(self._local, self._remote, entry.name)
+        return "it is pinned or tagged in the local tier"
+
+    def _claim_remote(self) -> None:
+        """Claim the remote tier and list its checkpoints; called once after each claim."""
+        self._queue.note_tiers(epoch=self._remote_epoch)
+        self._owner.attach()
+        self._queue.note_tiers(epoch=self._remote_epoch)
+        self._catalog.look_again()
+        # Local first: what is decrypted here need not be in the remote tier, where keys may lag.
+        local = {entry.folder: entry for entry in Catalog(self._local).checkpoints()}
+        entries, unread = self._catalog.remote.survey()
+        remote = {entry.folder: candidate(self._remote, entry) for entry in entries}
+        lineage = {name.order for name in self._catalog.lineage()}
+        for entry in entries:
+            if entry.folder in local:
+                sync_checkpoint(self._remote, entry.folder)
+                copy_marks(self._local, self._remote, entry.name)
+                self._queue.record_uploaded(
+                    entry, suspect=self._what_lacks(entry, remote[entry.folder])
+                )
+        for folder, error in unread:
+            if folder in local and is_damage(error):
+                self._emit_remote("warning", str(error), step=local[folder].step, folder=folder)
+                self._queue.record_uploaded(local[folder], suspect=str(error))
+        with self._changed:
+            self._queue.see(remote, lineage)
+            attempts = map(str, self._catalog.remote.attempts())
+            self._begun = {*attempts}.intersection(self._queue.folders)
+        with self._owner.remote_scratch():
+            self._remote_chores.remove_unfinished(spared=self._queue.spared)
+        self._remote_chores.retain()
+
+    def _what_lacks(self, entry: Entry, copy: Candidate) -> str:
+        """Return what a remote copy lacks, and log a warning; empty if it is complete.
+
+        A local copy is not deleted because of a remote one that lacks files.
+        """
+        wrong: list[str] = []
+        if not (copy.dropped or copy.begun):
+            sizes = {info.key: info.nbytes for info in self._remote.list(f"{entry.folder}/")}
+            wrong += [
+                name
+                for name, file in entry.manifest.files.items()
+                if sizes.get(f"{entry.folder}/{name}") != get_stored_length(file)
+            ]
+        if (remote := sealed(self._remote)) is not None:
+            wrong += remote.lost_keys(entry.folder)
+        if not wrong:
+            return ""
+        text = f"{self._remote.url}/{entry.folder} lacks {', '.join(wrong)}"
+        self._emit_remote("warning", text, step=entry.step, folder=entry.folder)
+        return text
+
+    def _upload(self, entry: Entry) -> None:
+        claim = self._owner.attach()
+        if not self._queue.start_upload(entry):
+            return
+        try:
+            self._upload_entry(entry, claim)
+        finally:
+            self._queue.finish_upload()
+
+    def _upload_entry(self, entry: Entry, claim: Claim) -> None:
+        folder = entry.folder
+        retries = self._queue.tried(entry)
+        self._queue.record_upload_state(entry, "sending")
+        try:
+            expect_claim(self._remote, claim)
+            self._expect_open(entry, claim)
+            self._begun.add(folder)
+            cost = self._sender.upload_checkpoint(
+                folder,
+                epoch=claim.epoch,
+                told=self._progress_of(entry),
+                unclear=self._owner.remote.unclear,
+            )
+            copy_marks(self._local, self._remote, entry.name)
+        except NoCheckpoint as error:
+            if self._queue.waits(entry):
+                text = f"{folder} is not sent: {error}"
+                self._emit_remote("warning", text, step=entry.step, folder=folder)
+            self._queue.give_up(folder)
+            self._finish_upload(entry)
+        except (CommitConflict, FormatError, NotSealed) as error:
+            self._give_up_upload(entry, error)
+        except (UploadInterrupted, OwnershipError):
+            self._queue.record_upload_state(entry, "waiting")
+            raise
+        except Exception as error:  # noqa: BLE001 - it is logged and retried
+            if self._queue.waits(entry):
+                self._handle_upload_failure(error, entry)
+        else:
+            self._arrived(entry, claim)
+            self._follow_up(entry, cost, retries=retries)
+
+    def _expect_open(self, entry: Entry, claim: Claim) -> None:
+        """Raise `NoCheckpoint` if the remote tier has closed the epoch of an earlier writer.
+
+        Markers of that epoch may have been removed then, so nothing may be committed in it.
+        """
+        epoch = entry.name.epoch
+        if epoch != claim.epoch and is_closed(self._remote, epoch):
+            raise NoCheckpoint(
+                f"writer {epoch} has ended there, and did not want it sent by then; it stays in "
+                "the local tier"
+            )
+
+    def _progress_of(self, entry: Entry) -> Callable[[Cost], None]:
+        lock, last_s = threading.Lock(), [time.monotonic()]
+
+        def note_progress(cost: Cost) -> None:
+            if time.monotonic() - last_s[0] < _NOTE_EVERY_S or not lock.acquire(blocking=False):
+                return
+            try:
+                self._queue.record_upload_state(entry, "sending", sent_nbytes=cost.nbytes)
+                last_s[0] = time.monotonic()
+            finally:
+                lock.release()
+
+        return note_progress
+
+    def _arrived(self, entry: Entry, claim: Claim) -> None:
+        is_good = not (entry.manifest.lacks or entry.manifest.unhealthy)
+        with self._changed:
+            self._queue.arrived(entry)
+            if is_good and entry.name.epoch == claim.epoch:
+                self._owner.remote.has_committed = True
+            self._finish_upload(entry)
+        self._catalog.look_again()  # the remote tier is reachable, whatever a reader has met
+
+    def _finish_upload(self, entry: Entry) -> None:
+        """Record that an upload is over: committed, or given up."""
+        self._begun.discard(entry.folder)
+        with self._changed:
+            self._failures.count = 0
+            if not self._failures.is_refusal:
+                self._failures.last = None
+            self._changed.notify_all()
+
+    def _follow_up(self, entry: Entry, cost: Cost, *, retries: int) -> None:
+        """Log a finished upload and run retention in both tiers; failures do not undo it."""
+        self._emit_remote(
+            "uploaded",
+            f"{entry.folder} is there",
+            step=entry.step,
+            folder=entry.folder,
+            root=self._remote.url,
+            nbytes=entry.manifest.nbytes,
+            sent_nbytes=cost.nbytes,
+            requests=cost.requests,
+            retries=retries,
+            upload_s=cost.seconds,
+        )
+        self._queue.note_tiers(epoch=self._remote_epoch, entry=entry, cost=cost)
+        self._remote_chores.trust(entry)
+        newest = max((copy.order for copy in self._queue.resumable_there), default=entry.order)
+        if self._queue.is_on_line(entry) and entry.order >= newest:
+            self._remote_chores.apply_retention(entry)
+        else:
+            self._remote_chores.retain()  # `latest` moves forward only, and in the run's lineage
+        if cost.is_all:  # then every byte of the local copy was read and found right
+            self.chores.trust(entry)
+        self.chores.retain()
+        if self._options.keep_local == 0 and self._may_release:
+            self.chores.delete_local_copy(entry.folder)
+        self._queue.refresh()
+
+    def _release_rest(self) -> None:
+        """With `keep_local=0`, delete local copies that an earlier process has uploaded.
+
+        The remote copies are read back first: this process has not seen them arrive.
+        """
+        if self._options.keep_local != 0:
+            return
+        for entry in Catalog(self._local).checkpoints():
+            is_wanted = entry.marks.pinned or entry.tags or self._queue.holds(entry)
+            if is_wanted or Catalog(self._remote).entry(entry.name) is None:
+                continue
+            if self._background.is_stopping:
+                return
+            report = verify(self._remote, entry.folder)
+            if report.ok:
+                self.chores.delete_local_copy(entry.folder)
+            else:
+                text = f"{entry.folder} stays in the local tier: {report.problems[0]}"
+                self._emit_remote("warning", text, step=entry.step, folder=entry.folder)
+
+    def _clear_away(self) -> None:
+        """Remove partial uploads of checkpoints that the remote tier is no longer to keep."""
+        claim = self._owner.attach()
+        for folder in sorted(self._begun.difference(self._queue.folders)):
+            self._begun.discard(folder)
+            self._queue.give_up(folder)
+            name = layout.parse_attempt(folder)
+            by = f"writer {claim.epoch}"
+            # A new owner of the run may want the checkpoint, and could not commit it any more.
+            check_ownership(self._remote, claim.epoch, committed=False)
+            if name is None or not mark_aborted(
+                self._remote, folder, by=by, reason="not wanted there before all was sent"
+            ):
+                continue
+            whole = self._owner.remote.is_over and nothing_arrives(
+                self._remote, name.epoch, own=claim.epoch
+            )
+            if left := remove_files(self._remote, folder, whole=whole):
+                self._emit("warning", kept_of_others(self._remote, folder, left))
+
+    def _mend(self) -> None:
+        self._may_mend = False
+        claim = self._owner.claim
+        for folder in sorted(self._catalog.turned):
+            if claim is None:
+                return
+            try:
+                files = mend(self._local, self._remote, folder, epoch=claim.epoch)
+            except HoldfastError as error:
+                self._emit("housekeeping_failed", f"mending {folder}: {error}", folder=folder)
+                continue
+            self._catalog.turned.discard(folder)
+            if files:
+                text = f"mended {', '.join(files)} of {folder} from {self._remote.url}"
+                self._emit("mended", text, folder=folder, files=files)
+
+    # Failures
+
+    def _handle_upload_failure(self, error: BaseException, entry: Entry | None) -> None:
+        """Log an upload failure, pause, and request a retry."""
+        if isinstance(error, OutcomeUnknown | DeadlineExceeded):
+            self._owner.remote.is_clean = False
+        self._failures.count += 1
+        pause_s = min(BACKOFF_S * 2 ** min(self._failures.count - 1, 10), BACKOFF_MAX_S)
+        pause_s *= _RANDOM.uniform(0.5, 1.0)  # many machines must not retry at once
+        what = "the remote tier" if entry is None else entry.folder
+        text = f"{what}: {error}" if isinstance(error, HoldfastError) else f"{what}: {error!r}"
+        if self._failures.count >= self._options.tries:
+            self._remember(text, error)
+        self._emit_remote(
+            "upload_failed",
+            f"{text}; tried again in {pause_s:.0f} s",
+            step=None if entry is None else entry.step,
+            tries=self._failures.count,
+            retry_in_s=pause_s,
+        )
+        self._record_failure(entry, text, "failed")
+        self._wake()
+        self._background.sleep(pause_s)
+
+    def _give_up_upload(self, entry: Entry, error: HoldfastError) -> None:
+        """Give up a checkpoint that can never be uploaded; keep the local copy for the user."""
+        self._queue.skip_upload(entry)
+        text = f"{entry.folder} cannot be sent: {error}"
+        self._remember(text, error)
+        self._failures.is_refusal = True
+        self._emit_remote("upload_failed", text, step=entry.step, folder=entry.folder)
+        self._record_failure(entry, str(error), "refused")
+
+    def _remember(self, text: str, error: BaseException) -> None:
+        failure = UploadFailed(f"{self._remote.url}: {text}. The checkpoint is in the local tier")
+        failure.__cause__ = error
+        with self._changed:
+            self._failures.last = failure
+            self._changed.notify_all()
+
+    def _lose(self, error: OwnershipError) -> None:
+        """Log that another process owns the run, and stop uploading."""
+        with self._changed:
+            self._failures.lost = error
+            self._changed.notify_all()
+        self._emit_remote("upload_failed", f"nothing is sent any more: {error}")
+
+    def _record_failure(self, entry: Entry | None, text: str, state: UploadState) -> None:
+        if entry is not None:
+            self._queue.record_upload_state(entry, state, error=text)
+        self._queue.note_tiers(epoch=self._remote_epoch, error=text)
+
+    @property
+    def _remote_epoch(self) -> int | None:
+        claim = self._owner.remote.claim
+        return None if claim is None else claim.epoch
+
+    def _forward_event(self, event: Event) -> None:
+        """Callback that forwards events of the remote tier's housekeeping."""
+        if event.kind == "retracted":
+            self._queue.gone(str(event.fields.get("folder")))
+        self._emit_remote(event.kind, event.message, step=event.step, **event.fields)
 
 
 class MirroredOwnership(TieredOwnership):
@@ -277,8 +712,7 @@ class MirroredOwnership(TieredOwnership):
         timeout_s: float,
     ) -> None:
         super().__init__(catalog, takeover=takeover, emit=emit)
-        self.sending = UploadWorker(self, rules, options, emit, replaces=replaces)
-        self.mirror = Mirror(self, self.sending, options, emit, timeout_s=timeout_s)
+        self.mirror = Mirror(self, rules, options, emit, replaces=replaces, timeout_s=timeout_s)
 
     @override
     def claim_ownership(self, choices: Iterator[Choice]) -> None:
@@ -322,4 +756,4 @@ def ownership(
         replaces=replaces,
         timeout_s=timeout_s,
     )
-    return both, both.mirror, both.sending.chores
+    return both, both.mirror, both.mirror.chores
