@@ -145,13 +145,11 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ),
     ),
     "replication": (
-        (
-            "repair",
-            "upload",
-        ),
+        ("upload",),
         (
             "copy_checkpoints",
             "queue",
+            "repair",
         ),
         ("mirror",),
     ),

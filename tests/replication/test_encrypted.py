@@ -28,6 +28,7 @@ from holdfast.keys import Encryption, Passphrase, SecretKey, generate
 from holdfast.maintenance import rotate_keys
 from holdfast.maintenance.delete import prune_checkpoints
 from holdfast.maintenance.verify import verify_root
+from holdfast.ownership.claim import Claim
 from holdfast.ownership.deletion import thin
 from holdfast.ownership.leases import Readers
 from holdfast.ownership.tiered import share_claims
@@ -523,7 +524,8 @@ def test_a_local_copy_stays_while_nobody_can_open_what_is_left_of_the_remote_one
             manager.save(step).wait()
     sealed, folder = sealing(remote, SEALS), str(Catalog(local).attempts()[1])
     readers = Readers(sealed)
-    removal = thin(sealed, folder, ["b"], epoch=1, reason="not needed", readers=readers)
+    claim = Claim(epoch=1, nonce="", resumed_from=None)
+    removal = thin(sealed, folder, ["b"], claim=claim, reason="not needed", readers=readers)
     assert removal.is_done
     remote.delete(f"{folder}/keys-0001.json")
     tiered = Tiered(local, remote, keep_local=Last(1))
@@ -740,11 +742,11 @@ def test_it_ends_soon_when_it_is_interrupted_while_it_compares(local: LocalStore
             sender.upload_checkpoint, newest(local), epoch=1, told=lambda cost: None, unclear=set()
         )
         assert slow.reached.wait(60)
-        sender.interrupt()
+        sender.background.ask_to_stop()
         slow.release.set()
         with pytest.raises(UploadInterrupted):
             sending.result(60)
-    sender.stop_sending()
+    sender.background.stop_jobs()
     assert [info.key for info in remote.list("step-")] == []
 
 

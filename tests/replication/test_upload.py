@@ -186,12 +186,12 @@ def test_it_ends_soon_when_it_is_interrupted_and_goes_on_later(
     def interrupt(cost: Cost) -> None:
         if cost.nbytes > 9 * 1024 * 1024 and not asked.is_set():
             asked.set()
-            one.interrupt()
+            one.background.ask_to_stop()
 
     with pytest.raises(UploadInterrupted):
         send(one, local, interrupt)
     assert Catalog(remote).checkpoints() == ()
-    one.proceed()
+    one.background.proceed()
     send(one, local)
     assert len(Catalog(remote).checkpoints()) == 1
 

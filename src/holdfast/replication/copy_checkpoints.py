@@ -220,7 +220,7 @@ def copy_checkpoints(
         owner.is_clean = False
         raise
     finally:
-        sender.stop_sending()
+        sender.background.stop_jobs()
         owner.release_run()
 
 

@@ -271,7 +271,7 @@ class Mirror(UploadQueries):
                 self.pause(_END_S)
         except DeadlineExceeded as error:
             self._emit("housekeeping_failed", str(error), tier="remote")
-        self._sender.stop_sending()
+        self._sender.background.stop_jobs()
         self._background.stop_jobs()
         failures = self._failures
         if failures.lost is not None and not failures.is_lost_told:
@@ -300,8 +300,8 @@ class Mirror(UploadQueries):
     def go_on(self) -> None:
         """Drop cached state of both tiers and start uploading; called after each claim."""
         self._clear_cached_facts()
-        self._sender.start()
-        self._sender.proceed()
+        self._sender.background.start()  # an exiting interpreter cannot start threads
+        self._sender.background.proceed()
         self._background.proceed()
         self._wake()
 
@@ -312,7 +312,7 @@ class Mirror(UploadQueries):
             DeadlineExceeded: a request to the remote tier hangs.
         """
         self._background.ask_to_stop()
-        self._sender.interrupt()
+        self._sender.background.ask_to_stop()
         jobs = [] if self._job is None else [self._job]
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if not self._background.stop(jobs, timeout_s=limit_s):
@@ -624,7 +624,15 @@ class Mirror(UploadQueries):
             if claim is None:
                 return
             try:
-                files = mend(self._local, self._remote, folder, epoch=claim.epoch)
+                files = mend(
+                    self._local,
+                    self._remote,
+                    folder,
+                    epoch=claim.epoch,
+                    background=self._sender.background,
+                )
+            except UploadInterrupted:
+                raise
             except HoldfastError as error:
                 self._emit("housekeeping_failed", f"mending {folder}: {error}", folder=folder)
                 continue

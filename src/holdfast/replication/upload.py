@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -57,7 +57,13 @@ from holdfast.root.byte_ranges import (
     pieces_of_sealed,
     read_listing,
 )
-from holdfast.root.commit import SaveAttempt, publish, remove_scratch, sync_checkpoint
+from holdfast.root.commit import (
+    SaveAttempt,
+    check_ownership,
+    publish,
+    remove_scratch,
+    sync_checkpoint,
+)
 from holdfast.root.documents import is_own_mark, read_document
 from holdfast.store.base import BlockWriter, Store
 from holdfast.threads.workers import Background, cancel
@@ -96,34 +102,21 @@ class Sender:
         num_threads: int,
         timeout_s: float,
         reads_back: bool = False,
+        background: Background | None = None,
     ) -> None:
         """`timeout_s` limits the upload of one block, or the end of one file, in seconds; with
-        `reads_back` each file is downloaded and compared before the commit."""
+        `reads_back` each file is downloaded and compared before the commit. `background` has the
+        upload threads; by default they are its own."""
         self._verifying_local = local
         self._local, self._remote = bare(local), bare(remote)
         self._reads_back = reads_back or not _shows_whole_files(self._remote)
         self._num_threads = num_threads
         self._timeout_s = timeout_s
-        self._background = Background("holdfast-upload", num_threads=num_threads)
+        self.background = background or Background("holdfast-upload", num_threads=num_threads)
+        """Upload threads; a request to stop interrupts the current upload."""
         self._lock = threading.Lock()
         self._cost = Cost()
         self._on_progress: Callable[[Cost], None] = lambda cost: None
-
-    def start(self) -> None:
-        """Start the upload threads early: an exiting interpreter cannot start threads."""
-        self._background.start()
-
-    def interrupt(self) -> None:
-        """Stop the current upload soon, with `UploadInterrupted`; does not wait."""
-        self._background.ask_to_stop()
-
-    def proceed(self) -> None:
-        """Allow uploads again after an `interrupt`."""
-        self._background.proceed()
-
-    def stop_sending(self) -> None:
-        """End the threads; a current upload is interrupted."""
-        self._background.stop_jobs()
 
     def upload_checkpoint(
         self, folder: str, *, epoch: int, told: Callable[[Cost], None], unclear: set[str]
@@ -141,7 +134,7 @@ class Sender:
             CorruptData: it is damaged locally, or the remote root has other bytes.
             Superseded: a later writer owns the remote root.
             StoreError, DeadlineExceeded: a retry may work.
-            UploadInterrupted: `interrupt` was called.
+            UploadInterrupted: the threads were asked to stop.
         """
         began = time.perf_counter()
         self._cost, self._on_progress = Cost(), told
@@ -208,7 +201,7 @@ class Sender:
 
     def _send_files(self, folder: str, listing: Listing) -> None:
         self._remote.make_folder(folder)
-        pieces_of_file = self._pieces(folder, listing)
+        pieces_of_file = self.list_pieces(folder, listing)
         sizes = self._remote_sizes(folder)
         num_whole = 0
         for name, entry in listing.files.items():
@@ -220,7 +213,7 @@ class Sender:
                 self._send_file(key, nbytes, pieces_of_file(name), exists=name in sizes)
         self._cost.is_all = not num_whole
 
-    def _pieces(self, folder: str, listing: Listing) -> Callable[[str], tuple[FilePiece, ...]]:
+    def list_pieces(self, folder: str, listing: Listing) -> Callable[[str], tuple[FilePiece, ...]]:
         """Return a function that maps a file's name to its pieces."""
         if isinstance(listing, Visible):
             return partial(self._pieces_of_sealed, folder, listing.files)
@@ -288,8 +281,31 @@ class Sender:
                 self._send_pieces(key, key, nbytes, pieces)
             self._expect_match(key, pieces)
 
-    def _send_aside(self, key: str, nbytes: int, pieces: tuple[FilePiece, ...]) -> None:
-        """Upload a file into a scratch folder, and link it to its key once it is whole."""
+    def replace_file(
+        self, key: str, nbytes: int, pieces: tuple[FilePiece, ...], *, epoch: int
+    ) -> None:
+        """Replace a damaged or missing file, under claim `epoch`, once its bytes are all here."""
+        if len(pieces) <= 1:
+            content = b"".join(self._read_verified_piece(key, piece) for piece in pieces)
+            check_ownership(self._remote, epoch, committed=True)
+            self._remote.put(key, content)
+        elif self._remote.has_links:
+            self._send_aside(key, nbytes, pieces, replaced_under=epoch)
+        else:
+            raise StoreError(f"{self._remote.url}/{key}: this store cannot replace a large file")
+
+    def _send_aside(
+        self,
+        key: str,
+        nbytes: int,
+        pieces: tuple[FilePiece, ...],
+        *,
+        replaced_under: int | None = None,
+    ) -> None:
+        """Upload a file into a scratch folder, and link it to its key once it is whole.
+
+        With a claim `replaced_under`, the file at the key is deleted before that.
+        """
         scratch = layout.sending_folder(os.urandom(8))
         aside = f"{scratch}/{key.rpartition('/')[2]}"
         self._remote.make_folder(scratch, exclusive=True)
@@ -297,7 +313,10 @@ class Sender:
             self._send_pieces(key, aside, nbytes, pieces)
             self._expect_match(aside, pieces)
             self._add_cost()
-            with suppress(AlreadyExists):
+            if replaced_under is not None:
+                check_ownership(self._remote, replaced_under, committed=True)
+                self._remote.delete(key)
+            with suppress(AlreadyExists) if replaced_under is None else nullcontext():
                 if not self._remote.link(aside, key):
                     raise UnsupportedStore(
                         f"{self._remote.url}/{aside}: cannot be given its name {key}; without two "
@@ -388,8 +407,8 @@ class Sender:
         raise CorruptData(f"{self._local.url}/{key}: not what was written, and is not sent")
 
     def _check_interrupt(self, key: str, *, done: str = "sent to its end") -> None:
-        """Raise `UploadInterrupted` if `interrupt` was called; `key` names what is not `done`."""
-        if self._background.is_stopping:
+        """Raise `UploadInterrupted` if the threads are to stop; `key` names what is not `done`."""
+        if self.background.is_stopping:
             raise UploadInterrupted(f"{key}: not {done}, for the process is closing")
 
     def _upload_object(self, key: str, data: bytes) -> None:
@@ -399,7 +418,7 @@ class Sender:
 
     def _submit_job(self, job: Callable[[], T], key: str) -> Future[T]:
         self._check_interrupt(key)
-        return self._background.submit(job)
+        return self.background.submit(job)
 
     def _wait_for_sending(self, future: Future[T], key: str) -> T:
         try:
