@@ -16,6 +16,7 @@ from holdfast.format.records import Thinned
 from holdfast.maintenance.retention import candidate
 from holdfast.maintenance.verify import verify, verify_root
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.claim import Claim
 from holdfast.ownership.deletion import thin
 from holdfast.ownership.leases import Readers
 from holdfast.policy.rule import Rule
@@ -45,6 +46,10 @@ def thinned() -> tuple[MemoryStore, Run, Recorder]:
 def entry_at(store: Store, step: int) -> Entry:
     (found,) = [entry for entry in Catalog(store).checkpoints() if entry.step == step]
     return found
+
+
+def _claim(epoch: int) -> Claim:
+    return Claim(epoch=epoch, nonce="", resumed_from=None)
 
 
 def test_the_files_of_dropped_components_go_and_the_rest_is_whole(
@@ -155,12 +160,12 @@ def test_a_pin_that_comes_first_keeps_everything() -> None:
         manager.pin("step=1")
         entry = entry_at(store, 1)
         manager.wait()
-        claim = Catalog(store).highest_epoch()
+        claim = _claim(Catalog(store).highest_epoch())
         removal = thin(
             store,
             entry.folder,
             ["optimizer"],
-            epoch=claim,
+            claim=claim,
             reason="a test",
             readers=Readers(store),
         )
@@ -208,7 +213,7 @@ def test_a_users_file_with_the_name_of_a_mark_drops_nothing() -> None:
     assert not entry_at(store, 1).marks.thinned
     assert new_run().manager(store, sinks=()).load("step=1").step == 1
     with pytest.raises(errors.StoreError, match="not written by Holdfast"):
-        thin(store, folder, ["optimizer"], epoch=1, reason="late", readers=Readers(store))
+        thin(store, folder, ["optimizer"], claim=_claim(1), reason="late", readers=Readers(store))
     manager.close()
     assert store.get(mine) == b'{"mine": 1}'
 
@@ -234,7 +239,9 @@ def test_a_fenced_off_thinner_removes_nothing() -> None:
     with new_run().manager(store, sinks=(), takeover=True) as later:
         later.resume()
         with pytest.raises(errors.Superseded):
-            thin(store, folder, ["optimizer"], epoch=1, reason="late", readers=Readers(store))
+            thin(
+                store, folder, ["optimizer"], claim=_claim(1), reason="late", readers=Readers(store)
+            )
     manager.close()
     assert f"{folder}/optimizer-00000.json" in {info.key for info in store.list()}
     assert verify(store, folder).notes == ()

@@ -29,8 +29,18 @@ def left_s(end: float) -> float:
 class Ownership:
     """Ownership of a run by one manager, with its claim and heartbeat."""
 
-    def __init__(self, store: Store, *, takeover: bool, emit: Emitter) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        takeover: bool,
+        emit: Emitter,
+        is_tiered: bool = False,
+        above: int = 0,
+    ) -> None:
+        """Own nothing yet. `is_tiered` and `above` are as for `claim_run`."""
         self._store = store
+        self._is_tiered, self._above = is_tiered, above
         self._takeover = takeover
         self._emit = emit
         self._heartbeat: ClaimHeartbeat | None = None
@@ -102,7 +112,14 @@ class Ownership:
         return self.is_clean and not self.unclear
 
     def _claim_run(self, choices: Iterator[Choice]) -> Claim:
-        return claim_run(self._store, choices, takeover=self._takeover, emit=self._emit)
+        return claim_run(
+            self._store,
+            choices,
+            takeover=self._takeover,
+            emit=self._emit,
+            tiered=self._is_tiered,
+            above=self._above,
+        )
 
     def _end_heartbeat(self, *, is_over: bool, timeout_s: float) -> None:
         heartbeat, self._heartbeat = self._heartbeat, None

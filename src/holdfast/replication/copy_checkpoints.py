@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
-from typing_extensions import override
-
 from holdfast.encryption.store import bare
 from holdfast.errors import (
     CommitConflict,
@@ -30,7 +28,7 @@ from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Aborted, Deleted, Manifest
 from holdfast.maintenance.resume_plan import standing
 from holdfast.ownership.annotations import copy_marks
-from holdfast.ownership.claim import Choice, Claim, check_owner, claim_run
+from holdfast.ownership.claim import Choice, Claim, check_owner
 from holdfast.ownership.leases import leased
 from holdfast.ownership.owner import Ownership
 from holdfast.ownership.tiered import claim_document, is_in_use
@@ -201,7 +199,10 @@ def copy_checkpoints(
     _expect_free(source, target, emit)
     _expect_same_run(source, target, planned)
     _give_claims(source, target, upto=above, known=known, differing=differing)
-    owner = _CopyOwnership(target, above=above)
+    # `takeover`: copied claims may be of live processes that know nothing of this root, and
+    # `_expect_free` has checked the others. `is_tiered`: as in two tiers, the root may have files
+    # of checkpoints that were never committed in it.
+    owner = Ownership(target, takeover=True, emit=Emitter(()), is_tiered=True, above=above)
     owner.claim_ownership(_choose_standing(source, target, emit))
     claim = owner.claim
     assert claim is not None
@@ -266,30 +267,6 @@ def _point_latest(target: Store) -> str:
 
 
 # The claims
-
-
-class _CopyOwnership(Ownership):
-    """Ownership of the root that is copied to, while the copy lasts.
-
-    Its claim is `tiered`, as those of two tiers are: the root may have files of checkpoints that
-    were never committed in it.
-    """
-
-    def __init__(self, target: Store, *, above: int) -> None:
-        # Copied claims may be of live processes that know nothing of this root: `_expect_free`.
-        super().__init__(target, takeover=True, emit=Emitter(()))
-        self._above = above
-
-    @override
-    def _claim_run(self, choices: Iterator[Choice]) -> Claim:
-        return claim_run(
-            self._store,
-            choices,
-            takeover=True,
-            emit=self._emit,
-            tiered=True,
-            above=self._above,
-        )
 
 
 def _choose_standing(source: Store, target: Store, emit: Emitter) -> Iterator[Choice]:
