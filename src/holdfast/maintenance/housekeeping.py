@@ -19,12 +19,11 @@ from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Timestamp
 from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.recorded_costs import read_recorded_costs
-from holdfast.maintenance.retention import Deleter, Waiting
+from holdfast.maintenance.retention import Deleter
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
 from holdfast.policy.auto import Auto
 from holdfast.policy.costs import SaveCost
-from holdfast.policy.rule import Rule
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import name_latest
 from holdfast.store.base import Store
@@ -52,29 +51,13 @@ class Claimant(Protocol):
 class Housekeeper:
     """Runs retention and garbage collection of one root; failures are logged and retried later."""
 
-    def __init__(
-        self,
-        store: Store,
-        owner: Claimant,
-        rule: Rule,
-        emit: Emitter,
-        *,
-        replaces: bool = False,
-        is_sent_to: bool = True,
-        waiting: Waiting | None = None,
-    ) -> None:
-        """Create an idle housekeeper. With `replaces` a checkpoint replaces older ones of its step.
-        `is_sent_to`: whether the root may be the remote tier of a run, where uploads put manifests.
-        `waiting` says what must not be deleted yet."""
-        self._is_sent_to = is_sent_to
-        self._lock = threading.Lock()
-        self._store = store
+    def __init__(self, owner: Claimant, deleter: Deleter) -> None:
+        """Create an idle housekeeper of the deleter's root, under the claim of `owner`."""
         self._owner = owner
-        self._emit = emit
+        self._deleter = deleter
+        self._store, self._emit = deleter.store, deleter.emit
+        self._lock = threading.Lock()
         self._warned: set[str] = set()
-        self._deleter = Deleter(
-            store, rule, emit, replaces=replaces, is_sent_to=is_sent_to, waiting=waiting
-        )
 
     def apply_retention(self, entry: Entry) -> None:
         """Point `latest` to a new checkpoint if a run would resume from it, then run retention."""
@@ -112,7 +95,7 @@ class Housekeeper:
                 self._store,
                 own_epoch=claim.epoch if claim is not None else None,
                 spared=spared,
-                is_sent_to=self._is_sent_to,
+                is_sent_to=self._deleter.is_sent_to,
                 emit=self._emit,
             )
             for folder, why in report.removed:

@@ -158,13 +158,14 @@ class Deleter:
         waiting: Waiting | None = None,
     ) -> None:
         """Create a deleter that has deleted nothing yet.
-        `is_sent_to`: whether the root may be the remote tier of a run, where uploads put manifests.
+        With `replaces` a checkpoint replaces older ones of its step. `is_sent_to`: whether the
+        root may be the remote tier of a run, where uploads put manifests.
         `waiting` vetoes deletions that the rule asks for."""
-        self._store = store
+        self.store = store
         self._rule = rule
-        self._emit = emit
+        self.emit = emit
         self._replaces = replaces
-        self._is_sent_to = is_sent_to
+        self.is_sent_to = is_sent_to
         self._readers = readers if readers is not None else Readers(store)
         self._waiting = waiting
         self._reported: set[str] = set()
@@ -201,12 +202,12 @@ class Deleter:
         keep = point.order if point is not None and not has_committed else None
         if self._claimed != claim.epoch:
             self._claimed, self._claims = claim.epoch, {}
-        catalog = Catalog(self._store, claims=self._claims)
+        catalog = Catalog(self.store, claims=self._claims)
         entries, unread = catalog.survey(known=self._manifests)
         for folder, error in unread:
             if self._is_first_time(folder):
                 text = f"{folder} stays, whatever the rule says, because it cannot be read: {error}"
-                self._emit("warning", text, folder=folder)
+                self.emit("warning", text, folder=folder)
         planned = plan_retention(
             catalog,
             entries,
@@ -229,7 +230,7 @@ class Deleter:
             if base is None:
                 continue
             if base.folder not in settled:
-                sync_checkpoint(self._store, base.folder)
+                sync_checkpoint(self.store, base.folder)
                 settled.add(base.folder)
             self._execute(claim, item)
 
@@ -244,18 +245,18 @@ class Deleter:
             return
         self._unclear = frozenset(unclear)
         why = "uploaded, and keep_local=0"
-        made = Decision(entry=candidate(self._store, entry), keep=False, reason=why)
+        made = Decision(entry=candidate(self.store, entry), keep=False, reason=why)
         self._execute(claim, PlannedDecision(entry=entry, decision=made))
 
     def _report_lacks(self, planned: Sequence[PlannedDecision]) -> None:
         """Warn of what parts of the rule need and no checkpoint has, once it cannot come late."""
         newest = max((item.entry.step for item in planned), default=0)
         entries = [item.decision.entry for item in planned]
-        lacks = unmet(entries, self._rule, of_metrics=newest > self._emit.first_metrics_at)
+        lacks = unmet(entries, self._rule, of_metrics=newest > self.emit.first_metrics_at)
         for best, new in renamed([item.decision for item in planned], self._rule):
             if self._is_first_time(f"renamed {best}"):
                 names = f" New are {', '.join(map(repr, new[:10]))}: was it renamed?" if new else ""
-                self._emit(
+                self.emit(
                     "warning",
                     f"the rule {str(best)!r} needs the metric {best.metric!r}, which no checkpoint "
                     f"since the last resume has, and keeps all of these.{names} Correct the rule, "
@@ -263,7 +264,7 @@ class Deleter:
                 )
         for part, what in lacks.items():
             if self._is_first_time(part):
-                self._emit(
+                self.emit(
                     "warning",
                     f"the rule {part!r} needs {what}, which no checkpoint has. It keeps "
                     "everything until one has: correct the rule, or pass the missing value to a "
@@ -305,7 +306,7 @@ class Deleter:
     def _is_manifest_unchanged(self, entry: Entry) -> bool:
         """Whether the manifest of a verified checkpoint is still as it was when read back."""
         try:
-            register = Catalog(self._store).read(entry.folder)
+            register = Catalog(self.store).read(entry.folder)
             # As bytes: a metric that is nan is not equal to itself.
             if isinstance(register, Manifest) and encode_manifest(register) == encode_manifest(
                 entry.manifest
@@ -321,7 +322,7 @@ class Deleter:
         from holdfast.maintenance.verify import verify  # needs numpy; a dry run does not
 
         try:
-            report = verify(self._store, entry.folder)
+            report = verify(self.store, entry.folder)
         except NoCheckpoint:
             return False  # a writer that took the run over has deleted it
         if not report.of_state:
@@ -333,7 +334,7 @@ class Deleter:
             self._report_failure(entry, StoreError(f"it cannot be read back now: {problems}"))
             return False
         self._report_failure(entry, CorruptData(f"read back, it is damaged: {problems}"))
-        reject(self._store, entry.folder, by="retention", reason=f"read back: {problems}")
+        reject(self.store, entry.folder, by="retention", reason=f"read back: {problems}")
         return False
 
     def _execute(self, claim: Claim, item: PlannedDecision) -> None:
@@ -344,7 +345,7 @@ class Deleter:
         try:
             if components:
                 removal = thin(
-                    self._store,
+                    self.store,
                     entry.folder,
                     components,
                     claim=claim,
@@ -354,12 +355,12 @@ class Deleter:
             else:
                 self._manifests.pop(entry.folder, None)
                 removal = retract(
-                    self._store,
+                    self.store,
                     entry.folder,
                     claim=claim,
                     reason=why,
                     readers=self._readers,
-                    is_sent_to=self._is_sent_to,
+                    is_sent_to=self.is_sent_to,
                     unclear=self._unclear,
                     listed=entry.manifest.files,
                 )
@@ -379,13 +380,13 @@ class Deleter:
         if components:
             self.report.thinned.append(folder)
             text = f"dropped {', '.join(components)} of {folder}: {why}"
-            self._emit("thinned", text, step=step, folder=folder, components=components)
+            self.emit("thinned", text, step=step, folder=folder, components=components)
             return
         if left:
-            self._emit("warning", kept_of_others(self._store, folder, left))
+            self.emit("warning", kept_of_others(self.store, folder, left))
         self.report.deleted.append(folder)
         text = f"deleted {folder}: {why}"
-        self._emit("retracted", text, step=step, folder=folder, root=self._store.url, reason=why)
+        self.emit("retracted", text, step=step, folder=folder, root=self.store.url, reason=why)
         self._readers.tidy(folder)
 
     def _must_stay(self, entry: Entry) -> bool:
@@ -409,13 +410,13 @@ class Deleter:
         self.report.failed.append((entry.folder, str(error)))
         self.report.is_clean = self.report.is_clean and not isinstance(error, OutcomeUnknown)
         text = f"retention of {entry.folder}: {error}"
-        self._emit("housekeeping_failed", text, step=entry.step)
+        self.emit("housekeeping_failed", text, step=entry.step)
 
     def _postpone(self, entry: Entry, why: str) -> None:
         folder = entry.folder
         self.report.postponed.append((folder, why))
         text = f"{folder} is deleted or thinned later: {why}"
-        self._emit("postponed", text, step=entry.step, folder=folder)
+        self.emit("postponed", text, step=entry.step, folder=folder)
 
     def _is_first_time(self, subject: str) -> bool:
         """Whether this is the first call with this subject."""

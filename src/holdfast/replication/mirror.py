@@ -38,7 +38,7 @@ from holdfast.format import layout
 from holdfast.format.manifest import Timestamp
 from holdfast.format.records import UploadState
 from holdfast.maintenance.housekeeping import Housekeeper, UploadQueries
-from holdfast.maintenance.retention import candidate
+from holdfast.maintenance.retention import Deleter, candidate
 from holdfast.maintenance.verify import verify
 from holdfast.ownership.annotations import copy_marks
 from holdfast.ownership.claim import Choice, Claim, expect_claim, is_closed, nothing_arrives
@@ -112,7 +112,7 @@ class Mirror(UploadQueries):
         replaces: bool,
         timeout_s: float,
     ) -> None:
-        """Create a mirror, paused until `go_on`. `replaces` is as for `Housekeeper`; `timeout_s` is
+        """Create a mirror, paused until `go_on`. `replaces` is as for `Deleter`; `timeout_s` is
         the longest that callers wait."""
         self._owner = owner
         self._catalog = owner.catalog
@@ -125,24 +125,24 @@ class Mirror(UploadQueries):
             self._local, self._remote.url, rules.remote, emit, owner, replaces=replaces
         )
         self._changed = self._queue.changed
-        self.chores = Housekeeper(
+        deleter = Deleter(
             self._local,
-            owner,
             rules.local,
             emit,
             replaces=replaces,
             is_sent_to=False,
             waiting=self._queue,
         )
+        self.chores = Housekeeper(owner, deleter)
         """Housekeeping of the local tier."""
-        self._remote_chores = Housekeeper(
+        deleter = Deleter(
             self._remote,
-            owner.remote,
             rules.remote,
             Emitter((self._forward_event,)),
             replaces=replaces,
             waiting=self,
         )
+        self._remote_chores = Housekeeper(owner.remote, deleter)
         self._sender = Sender(
             self._local,
             self._remote,
@@ -747,14 +747,12 @@ def ownership(
     """
     if not leads:
         follower = Following(catalog.store, takeover=takeover, emit=emit)
-        idle = Housekeeper(catalog.store, follower, rules.local, emit)
-        return follower, UploadQueries(), idle
+        idle = Deleter(catalog.store, rules.local, emit)
+        return follower, UploadQueries(), Housekeeper(follower, idle)
     if not (isinstance(root, Tiered) and isinstance(catalog, TieredCatalog)):
         owner = Ownership(catalog.store, takeover=takeover, emit=emit)
-        chores = Housekeeper(
-            catalog.store, owner, rules.local, emit, replaces=replaces, is_sent_to=False
-        )
-        return owner, UploadQueries(), chores
+        deleter = Deleter(catalog.store, rules.local, emit, replaces=replaces, is_sent_to=False)
+        return owner, UploadQueries(), Housekeeper(owner, deleter)
     both = MirroredOwnership(
         catalog,
         rules,
