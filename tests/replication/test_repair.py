@@ -14,10 +14,12 @@ from holdfast.ownership.annotations import reject
 from holdfast.ownership.claim import Choice, claim_run
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.replication.repair import mend
+from holdfast.replication.upload import UploadInterrupted
 from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
+from holdfast.threads.workers import Background
 from tiers import LARGE, opened, saved
 from ways import Tiny
 
@@ -83,6 +85,19 @@ def test_who_was_superseded_mends_nothing(local: LocalStore, remote: MemoryStore
     with pytest.raises(errors.Superseded):
         mend(local, remote, folder, epoch=1)
     assert local.get(f"{folder}/{FILE}") == damaged
+
+
+def test_an_interrupted_repair_leaves_the_file(local: LocalStore, remote: MemoryStore) -> None:
+    """The run may be claimed, or the process end, before all of it was fetched."""
+    folder, background = folder_of(local), Background("a test", num_threads=2)
+    damaged = local.get(f"{folder}/{FILE}")
+    background.ask_to_stop()
+    with pytest.raises(UploadInterrupted):
+        mend(local, remote, folder, epoch=1, background=background)
+    assert local.get(f"{folder}/{FILE}") == damaged
+    assert [name for name in local.children() if name.startswith("sending-")] == []
+    background.proceed()
+    assert mend(local, remote, folder, epoch=1, background=background) == (FILE,)
 
 
 @pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
