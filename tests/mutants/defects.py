@@ -82,9 +82,9 @@ MUTANTS = (
     Mutant(
         name="remote-latest-goes-backwards",
         promise="D21: the remote `latest` moves forward only",
-        place="UploadWorker._follow_up",
-        before="if self.backlog.is_on_line(entry) and entry.order >= newest:",
-        after="if self.backlog.is_on_line(entry):",
+        place="Mirror._follow_up",
+        before="if self._queue.is_on_line(entry) and entry.order >= newest:",
+        after="if self._queue.is_on_line(entry):",
         near=("tests/replication/test_mirror.py",),
     ),
     Mutant(
@@ -161,9 +161,9 @@ MUTANTS = (
     Mutant(
         name="failed-upload-is-dropped",
         promise="D41: an upload that failed is tried again",
-        place="UploadWorker._upload_entry",
+        place="Mirror._upload_entry",
         before="                self._handle_upload_failure(error, entry)\n",
-        after="                self.backlog.give_up(folder)\n",
+        after="                self._queue.give_up(folder)\n",
         near=("tests/replication/test_mirror.py",),
     ),
     Mutant(

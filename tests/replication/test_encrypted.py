@@ -34,6 +34,7 @@ from holdfast.ownership.leases import Readers
 from holdfast.ownership.tiered import share_claims
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import Last
+from holdfast.replication.copy_checkpoints import copy_checkpoints, plan_copies
 from holdfast.replication.mirror import Mirror
 from holdfast.replication.repair import mend
 from holdfast.replication.upload import Sender, UploadInterrupted
@@ -381,6 +382,23 @@ def test_what_is_from_before_the_run_was_sealed_is_not_sent_in_clear(local: Loca
     assert "not sent in clear" in noted.wait_for("upload_failed").message
     assert opened_steps(remote) == [2]
     assert opened_steps(local, accepting) == [2, 1]
+
+
+def test_a_copy_is_pinned_if_its_tags_cannot_be_copied(local: LocalStore) -> None:
+    """R34: tags of a checkpoint from before the run was sealed do not cross in clear."""
+    target, tiny = MemoryStore("target"), Tiny()
+    with opened(local, tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1)
+        folder = newest(local)
+        [*copy_checkpoints(local, target, plan_copies(local, target, [folder]), emit=Emitter(()))]
+        manager.tag(1, CANARY)
+    accepting = Encryption(keys=KEY, accept_plain=True)
+    ours, theirs = sealing(local, accepting), sealing(target, accepting)
+    [*copy_checkpoints(ours, theirs, plan_copies(ours, theirs, [folder]), emit=Emitter(()))]
+    marks = Catalog(target).marks(folder)
+    assert marks.pinned
+    assert not marks.tags
 
 
 def test_tags_of_what_is_from_before_the_run_was_sealed_do_not_cross_in_clear(

@@ -68,8 +68,8 @@ def retract(
     `is_sent_to` is as for `may_remove_whole`. The registers of `unclear` folders stay. With
     `even_held` pins and tags do not keep it: a person has said so.
     """
-    mark_name = layout.retired_name(claim.epoch)
-    mark = Retired(by=f"writer {claim.epoch}", reason=reason).encode()
+    by, mark_name = f"writer {claim.epoch}", layout.retired_name(claim.epoch)
+    mark = Retired(by=by, reason=reason).encode()
     ours = _put_marks(store, folder, claim, {mark_name: mark})
     if ours is None:
         return _NOT_REMOVED
@@ -83,7 +83,7 @@ def retract(
         if leases := readers.find_leases(folder):
             return Removal(is_done=False, leases=leases)
         listed = register.files
-        _put_tombstone(store, folder, claim, register.save_id, reason)
+        _put_tombstone(store, folder, Deleted(save_id=register.save_id, by=by, reason=reason))
     name = layout.parse_attempt(folder)
     whole = False
     if name is not None and folder not in unclear:
@@ -102,7 +102,8 @@ def retract_unreadable(
     In the order of `retract`, but pins do not keep it. Returns why it stays, empty if it is
     deleted, and the files of others that were left in its folder.
     """
-    mark = Retired(by=f"writer {claim.epoch}", reason=reason).encode()
+    by = f"writer {claim.epoch}"
+    mark = Retired(by=by, reason=reason).encode()
     ours = _put_marks(store, folder, claim, {layout.retired_name(claim.epoch): mark})
     if ours is None:
         return "its folder is gone", ()
@@ -115,7 +116,7 @@ def retract_unreadable(
             store.delete(key)
         return why, ()
     save_id = name.id8.ljust(32, "0")  # no more of it is known
-    _put_tombstone(store, folder, claim, save_id, reason)
+    _put_tombstone(store, folder, Deleted(save_id=save_id, by=by, reason=reason))
     whole = may_remove_whole(store, claim, name.epoch, is_sent_to=True)
     return "", remove_files(store, folder, whole=whole)
 
@@ -201,8 +202,7 @@ def is_held(manifest: Manifest, marks: Marks) -> bool:
     return marks.pinned or bool(marks.tags) or bool(manifest.tags)
 
 
-def _put_tombstone(store: Store, folder: str, claim: Claim, save_id: str, reason: str) -> None:
-    tombstone = Deleted(save_id=save_id, by=f"writer {claim.epoch}", reason=reason)
+def _put_tombstone(store: Store, folder: str, tombstone: Deleted) -> None:
     store.put(f"{folder}/{layout.MANIFEST}", tombstone.encode())
 
 
