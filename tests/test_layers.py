@@ -171,8 +171,10 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "loggers",
             "schedules",
-            "step",
+            "status",
         ),
+        ("step",),
+        ("parts",),
         (
             "build",
             "evaluation",

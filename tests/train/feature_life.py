@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from holdfast.data.randomness import seed_generators
 from holdfast.testing.resume import leaf_digests
-from holdfast.train.build import seed_generators
 from train.test_resume_features import made
 
 GOAL = "60step"

@@ -502,7 +502,7 @@ class Clock(Callback):
     def __init__(self, monkeypatch: pytest.MonkeyPatch, over_after: int) -> None:
         self.now_s = 0.0
         self.over_after = over_after
-        monkeypatch.setattr("holdfast.train.fit.ending.time.monotonic", lambda: self.now_s)
+        monkeypatch.setattr("holdfast.train.status.time.monotonic", lambda: self.now_s)
 
     def step_end(self, training: Training, metrics: Metrics) -> None:
         if training.counters.step == self.over_after:

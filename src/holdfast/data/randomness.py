@@ -75,6 +75,13 @@ def end_blocks(depth: int) -> None:
         del _open[depth:]
 
 
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 @contextmanager
 def seeded(entropy: bytes) -> Iterator[None]:
     """Seed the global generators with `entropy` for the block, and restore them after it.

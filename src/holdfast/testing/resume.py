@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from blake3 import blake3
 
+from holdfast.data.randomness import seed_generators
 from holdfast.errors import DeadlineExceeded, UsageError, listing
 from holdfast.train import Callback, Metrics, Training
-from holdfast.train.build import seed_generators
 
 StartMethod = Literal["spawn", "forkserver"]
 

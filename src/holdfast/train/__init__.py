@@ -5,7 +5,6 @@ from __future__ import annotations
 from holdfast.control.stop import REQUEUE_EXIT_CODE
 from holdfast.train.argument_checks import Counts
 from holdfast.train.averages import SWA
-from holdfast.train.build import for_group
 from holdfast.train.callbacks.early_stopping import CollectGarbage, EarlyStopping, Pruning, StopWhen
 from holdfast.train.callbacks.exporting import ExportModel
 from holdfast.train.callbacks.freezing import Freeze
@@ -18,10 +17,9 @@ from holdfast.train.callbacks.measuring import (
 )
 from holdfast.train.callbacks.registry import HookFailed
 from holdfast.train.curves import Curve, cosine, linear, one_cycle, warmup, wsd
+from holdfast.train.evaluation.evaluator import Validated
 from holdfast.train.evaluation.predicting import Predictions
-from holdfast.train.evaluation.targets import Validated
 from holdfast.train.evaluation.validation import Downstream, Validation
-from holdfast.train.fit.ending import Outcome
 from holdfast.train.fit.saving import UnhealthyState
 from holdfast.train.fit.tuner import LearningRateCurve
 from holdfast.train.loggers.csv import Csv
@@ -29,7 +27,8 @@ from holdfast.train.loggers.default import JsonLines
 from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
 from holdfast.train.outputs import Histogram, Image, Reduced, StepOutput, Table
-from holdfast.train.schedules import Schedule
+from holdfast.train.schedules import Schedule, for_group
+from holdfast.train.status import Outcome
 from holdfast.train.step.batches import Limits
 from holdfast.train.step.epoch_metrics import Measured, Perplexity
 from holdfast.train.step.numerics import NotFinite, Precision

@@ -241,6 +241,13 @@ class AverageInModelDtypes:
         return self.model
 
 
+def modules_of_averages(*averages: Average | EqualAverage | None) -> list[nn.Module]:
+    """List the averaged models, also in the dtypes of the trained one if those are narrower."""
+    kept = [item for item in averages if item is not None]
+    casts = [item.cast.model for item in kept if item.cast.differs]
+    return [*(item.model for item in kept), *casts]
+
+
 def widened(model: nn.Module) -> nn.Module:
     """Copy a model without gradients, in eval mode; values of less than 32 bits become float32."""
     known: dict[int, tuple[Tensor, Tensor]] = {}  # shared buffers stay shared

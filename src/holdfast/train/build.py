@@ -1,50 +1,61 @@
-"""Makes and checks the objects of a Trainer, from its arguments.
-
-There may be several schedulers for one optimizer, or one for each parameter group.
-"""
+"""Makes and checks the parts of a Trainer, from its arguments."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import os
-import random
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.arguments import shown
-from holdfast.checkpoints import Checkpoints
+from holdfast.checkpoints import Checkpoints, best_rules
+from holdfast.control.stop import Stop
 from holdfast.data import Loader, Stream
 from holdfast.data.foreign import describe_inexact
-from holdfast.data.randomness import preserved
+from holdfast.data.randomness import preserved, seed_generators
 from holdfast.errors import UsageError
 from holdfast.format.layout import LOG
 from holdfast.launched import present_ranks
 from holdfast.ownership.tiered_options import Tiered
+from holdfast.policy.best import BestSaves
 from holdfast.policy.clock import Time, Unit, parse_goal, parse_limit_s
 from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Trigger
+from holdfast.saving.settings_history import as_text
 from holdfast.staging.overlap import Mode
 from holdfast.state.capture.capture import unheld_in
 from holdfast.state.capture.lacking import describe_parameters
-from holdfast.train.argument_checks import asks_for, check_range
-from holdfast.train.callbacks.hooks import Logger
-from holdfast.train.curves import EpochLength
+from holdfast.state.components import PROGRESS, RNG, check_state, marked
+from holdfast.store.base import Store
+from holdfast.train.argument_checks import Counts, asks_for, check_range, checked_every
+from holdfast.train.averages import SWA, Average, EqualAverage, modules_of_averages
+from holdfast.train.callbacks.hooks import Callback, Logger
+from holdfast.train.callbacks.registry import Callbacks
 from holdfast.train.group import ALONE, Group, join_group
 from holdfast.train.loggers.default import JsonLines
 from holdfast.train.loggers.progress import ProgressBar
-from holdfast.train.schedules import Schedule
-from holdfast.train.step.batches import length_of
-from holdfast.train.step.numerics import Numerics
-from holdfast.train.step.step import Clip
-from holdfast.train.strategies import FSDP2, Name, Strategy
+from holdfast.train.parts import Policy, TrainerParts
+from holdfast.train.schedules import Schedules, make_schedulers
+from holdfast.train.status import FitStatus
+from holdfast.train.step.batches import Limits
+from holdfast.train.step.device_metrics import Numbers, RankMeans
+from holdfast.train.step.epoch_metrics import Scores
+from holdfast.train.step.micro_batches import MicroBatches, Weighing
+from holdfast.train.step.numerics import NanBudget, Numerics, Precision, checked_precision
+from holdfast.train.step.several_optimizers import SeveralUpdate, UpdateFunction
+from holdfast.train.step.step import Clip, LossFunction, Update, checked_skips
+from holdfast.train.step.undo import Boundary, StepUndo, modules_of, small
+from holdfast.train.strategies import FSDP2, Name, Strategy, chosen_strategy, parallel_of, recompute
+from holdfast.train.training import OF_VALIDATION, Counters
 
 logger = logging.getLogger("holdfast")
 
@@ -54,6 +65,232 @@ Optimizers = (
     torch.optim.Optimizer | MakeOptimizer | Mapping[str, "torch.optim.Optimizer | MakeOptimizer"]
 )
 """An optimizer, a function that makes it, or several by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Arguments of a Trainer, which describes them."""
+
+    model: nn.Module | MakeModel
+    optimizer: Optimizers | None
+    data: Any
+    loss: LossFunction | None
+    update: UpdateFunction | None
+    checkpoints: str | os.PathLike[str] | Store | Tiered | Checkpoints | None
+    scheduler: Any
+    state: Mapping[str, Any] | None
+    stop: Stop | None
+    validate: Any
+    skip_steps: Iterable[range]
+    accumulate: int
+    precision: str | int | Precision
+    clip: float | Clip | Mapping[str, float | Clip] | None
+    ema: float | None
+    swa: SWA | None
+    unhealthy: Policy
+    skip_nan: int | None
+    detect_anomaly: bool
+    limits: Limits
+    seed: int
+    device: str | torch.device | None
+    strategy: Name | Strategy | None
+    activation_checkpointing: bool | Collection[type[nn.Module]]
+    compile: bool | Mapping[str, Any]
+    callbacks: Sequence[Callback]
+    counts: Counts
+    log: bool | str | os.PathLike[str] | None
+    log_every: int
+    progress: bool
+    metrics: Mapping[str, Any] | None
+    micro_batch: Literal["auto"] | int | None
+
+    def __post_init__(self) -> None:
+        check_data(self.data)
+        check_range("accumulate", self.accumulate, 1, 2**31)
+        check_range("seed", self.seed, 0, 2**32)
+        check_range("log_every", self.log_every, 1, 2**63)
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is all that training needs besides data."""
+        return self.optimizer is not None and (self.loss is not None or self.update is not None)
+
+
+class Foundation:
+    """The model of a Trainer on its device, its ranks, its callbacks, and where it saves."""
+
+    def __init__(self, given: Arguments) -> None:
+        device = checked_device(given.device)
+        self.group = group_for(given.strategy, device)
+        self.device = device_for(self.group, device, given.model)
+        self.model = make_model(given.model, given.seed, self.device)
+        self.strategy = chosen_strategy(given.strategy, self.model, self.group)
+        checkpoints, log = given.checkpoints, given.log
+        callbacks = given.callbacks
+        if given.limits.fast_dev_run:
+            logger.info("limits: fast_dev_run: nothing of this training is saved or logged")
+            checkpoints, log = None, False
+            callbacks = [item for item in callbacks if not isinstance(item, Logger)]
+        self.checkpoints = Checkpoints.of(checkpoints, {})
+        self.callbacks = [*callbacks, *own_loggers(self.checkpoints, log, given.progress)]
+
+    @property
+    def device_type(self) -> str:
+        """Type of the device on which the model is."""
+        return device_type(self.model, self.device)
+
+
+def make_parts(given: Arguments, base: Foundation, callbacks: Callbacks) -> TrainerParts:
+    """Make the parts of a Trainer, once its callbacks have seen the model."""
+    model, group, checkpoints, limits = base.model, base.group, base.checkpoints, given.limits
+    accumulate = 1 if limits.fast_dev_run else given.accumulate
+    ema = None if given.ema is None else Average(model, given.ema)
+    swa = None if given.swa is None else EqualAverage(model, given.swa)
+    recompute(model, given.activation_checkpointing)
+    parallel = parallel_of(base.strategy, group, base.device)
+    for module in (model, *modules_of_averages(ema, swa)):
+        parallel.prepare(module)
+    if given.compile is not False:
+        model.compile(**({} if given.compile is True else given.compile))
+    if isinstance(given.optimizer, Mapping) or given.update is not None:
+        check_several(given)
+    optimizer = make_optimizer(
+        given.optimizer, model, model is not given.model, takes_closure=given.update is not None
+    )
+    is_single = isinstance(optimizer, torch.optim.Optimizer)
+    named = {"": optimizer} if is_single and given.update is not None else optimizer
+    schedules = Schedules(make_schedulers(given.scheduler, optimizer), callbacks)
+    counters = Counters(cycle_length=given.counts.cycle_length)
+    status = FitStatus(counters)
+    every = _checked_intervals(given, checkpoints)
+    overlap = checked_overlap(checkpoints.overlap, base.device_type)
+    numerics = Numerics(checked_precision(given.precision), base.device_type)
+    check_shared_data(given.data, base.strategy, group)
+    check_parallel(named, model, base.strategy, numerics, every, group)
+    scores = Scores(given.metrics or {}, group, what="metrics", is_saved=True)
+    micro_batches = MicroBatches(given.micro_batch, group)
+    extra, per_rank = marked(given.state or {})
+    state: dict[str, Any] = {}
+    nan = None if given.skip_nan is None else NanBudget(given.skip_nan, group, status, state)
+    data = limits.of_data(given.data)
+    optimizers = (
+        {f"optimizer-{name}": item for name, item in optimizer.items()}
+        if isinstance(optimizer, Mapping)
+        else {"optimizer": optimizer}
+    )
+    own = {
+        "model": model,
+        **optimizers,
+        **schedules.components,
+        "scaler": numerics.scaler,
+        "ema": ema and ema.model,
+        "swa": swa and swa.model,
+        "swa-count": swa,
+        "nan-count": nan,
+        "data": data,
+        PROGRESS: counters,
+        **callbacks.components,
+        "metrics": scores if scores else None,
+        "micro_batch": micro_batches if micro_batches.is_auto else None,
+    }
+    state |= {name: value for name, value in own.items() if value is not None}
+    taken = [name for name in extra if name in state or name == RNG]
+    if taken:
+        raise UsageError(f"state: the Trainer has components named {taken} itself")
+    state |= extra
+    check_state(state)
+    check_held(state, given.loss)
+    checkpoints.check_components({*state, RNG})
+    undo = StepUndo(
+        # With several ranks nothing is interrupted: they stop where they meet.
+        stop=given.stop if group.is_alone else None,
+        is_exact=checkpoints.root is not None and asks_for(every, "exception"),
+        data=data,
+        state=state,
+        callbacks=callbacks,
+    )
+
+    def begin_update() -> None:
+        """Before weights change: drop the snapshot for undo, and wait for saves that copy them."""
+        undo.begin_update()
+        status.fence()
+
+    def snapshot() -> Boundary:
+        fixed = ("data", PROGRESS, "scaler", "micro_batch", *schedules.components)
+        return Boundary(components=small(state, *fixed), modules=modules_of(state))
+
+    update = Update(
+        model=model,
+        called=model if optimizer is None else parallel.wrap_model(model),
+        parallel=parallel,
+        means=RankMeans(group),
+        weighing=Weighing(group, is_scaled=numerics.scaler is not None),
+        micro_batches=micro_batches,
+        scores=scores,
+        snapshot=snapshot,
+        optimizer=optimizer,  # not used where it is None
+        schedulers=schedules.plain_schedulers,
+        loss=no_loss if given.loss is None else given.loss,
+        clip=Clip() if isinstance(named, Mapping) else checked_clip(given.clip),
+        numerics=numerics,
+        device=base.device,
+        callbacks=callbacks,
+        numbers=Numbers(),
+        begin_update=begin_update,
+        nan=nan,
+    )
+    if isinstance(named, Mapping):
+        update = SeveralUpdate.from_update(
+            update,
+            optimizers=named,
+            clips=clips_of(given.clip, named),
+            update=given.update,
+            accumulate=accumulate,
+        )
+    rules = best_rules(checkpoints)
+    return TrainerParts(
+        model=model,
+        ema=ema,
+        swa=swa,
+        optimizer=optimizer,
+        data=data,
+        state=state,
+        per_rank=per_rank,
+        config=config_of(given, checkpoints, model, optimizer, schedules.components),
+        checkpoints=checkpoints,
+        every=every,
+        overlap=overlap,
+        best=BestSaves([item for item in rules if item.rule.metric.startswith(OF_VALIDATION)]),
+        unhealthy=given.unhealthy,
+        counters=counters,
+        status=status,
+        callbacks=callbacks,
+        update=update,
+        schedules=schedules,
+        undo=undo,
+        stop=given.stop,
+        strategy=base.strategy,
+        limits=limits,
+        counts=given.counts,
+        skip_steps=checked_skips(given.skip_steps),
+        accumulate=accumulate,
+        log_every=given.log_every,
+        seed=given.seed,
+    )
+
+
+def _checked_intervals(given: Arguments, checkpoints: Checkpoints) -> Trigger | SavePolicy | None:
+    """Check when all savers save; returns when the main one does."""
+    checked = partial(
+        checked_every,
+        extra=given.counts.units,
+        handles_signals=given.stop is not None,
+        validates=given.validate is not None,
+    )
+    every = checked(checkpoints.every)
+    for saver in checkpoints.savers:
+        checked(saver.policy, what=f"saver {saver.name!r}: every")
+    return every
 
 
 def checked_device(given: str | torch.device | None) -> torch.device | None:
@@ -102,14 +339,14 @@ def device_for(
     return torch.device(accelerator.type, local_rank % torch.accelerator.device_count())
 
 
-def check_several(*, loss: Any, update: Any, micro_batch: Any, skip_nan: Any, metrics: Any) -> None:
+def check_several(given: Arguments) -> None:
     """Check the arguments of a Trainer with several optimizers, or with an `update` function."""
-    if update is not None and loss is not None:
+    if given.update is not None and given.loss is not None:
         raise UsageError(
             "update trains a whole step: leave loss out (for validations give it to Validation)"
         )
-    given = {"micro_batch": micro_batch, "skip_nan": skip_nan, "metrics": metrics}
-    refused = [name for name, value in given.items() if value]
+    names = ("micro_batch", "skip_nan", "metrics")
+    refused = [name for name in names if getattr(given, name)]
     if refused:
         raise UsageError(f"{', '.join(refused)}: not with several optimizers or update")
 
@@ -351,19 +588,6 @@ def own_loggers(
     return loggers
 
 
-def epoch_length(data: Any, accumulate: int) -> EpochLength:
-    """Return the length of an epoch, as far as the data tells it and all epochs have the same."""
-    num_batches = None if getattr(data, "epochs_vary", False) else length_of(data) or None
-    return EpochLength(num_batches=num_batches, accumulate=accumulate)
-
-
-def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and torch."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def _is_available(device: torch.device) -> bool:
     try:
         module = torch.get_device_module(device)
@@ -374,104 +598,42 @@ def _is_available(device: torch.device) -> bool:
     return device.index is None or device.index < int(module.device_count())
 
 
-Make = Callable[[torch.optim.Optimizer], Any]
+_LEFT_OUT = frozenset({"checkpoints", "stop", "log", "log_every", "progress", "device"})
+_DESCRIBED = frozenset({"model", "optimizer", "scheduler", "data", "state", "callbacks"})
+_POSITION = frozenset({"epoch", "batch"})
 
 
-def for_group(group: int, make: Make) -> Make:
-    """Make a factory for a scheduler that sees only one group of the optimizer's parameters.
-
-        Trainer(…, scheduler=[
-            for_group(0, lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000)),
-            for_group(1, lambda optimizer: ConstantLR(optimizer, factor=0.1)),
-        ])
-
-    Args:
-        group: index in `optimizer.param_groups`.
-        make: makes the scheduler from an optimizer.
-    """
-
-    def make_for_group(optimizer: torch.optim.Optimizer) -> Any:
-        if not 0 <= group < len(optimizer.param_groups):
-            raise UsageError(
-                f"for_group({group}): the optimizer has {len(optimizer.param_groups)} groups"
-            )
-        one = _OneGroup(optimizer, group)
-        scheduler = make(one)
-        # torch's schedulers warn if their optimizer has not stepped before they do.
-        one.step()
-        return scheduler
-
-    return make_for_group
+def config_of(
+    given: Arguments,
+    checkpoints: Checkpoints,
+    model: nn.Module,
+    optimizer: Any,
+    schedulers: Mapping[str, Any],
+) -> dict[str, str]:
+    """Describe the arguments `given` to a Trainer, and what it has made of them, as text."""
+    names = [item.name for item in fields(given)]
+    plain = [name for name in names if name not in _LEFT_OUT | _DESCRIBED]
+    found = {name: as_text(getattr(given, name)) for name in plain}
+    found["every"], found["keep"] = as_text(checkpoints.every), as_text(checkpoints.keep)
+    found["model"], found["optimizer"] = _class(model), _class(optimizer)
+    found["model.parameters"] = str(sum(item.numel() for item in model.parameters()))
+    found["scheduler"] = ", ".join(map(_class, schedulers.values())) or "None"
+    found["state"] = ", ".join(sorted(given.state or ())) or "None"
+    own = [item for item in given.callbacks if isinstance(item, Callback)]
+    found["callbacks"] = ", ".join(map(_class, own)) or "None"
+    return found | config_of_data(given.data)
 
 
-def make_schedulers(given: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Schedule]:
-    """Make the schedulers of the argument `scheduler`, and when they step, by component name."""
-    if given is None:
-        return {}
-    if optimizer is None:
-        raise UsageError("scheduler: there is no optimizer whose learning rate it could set")
-    if isinstance(optimizer, Mapping):
-        return _make_by_name(given, optimizer)
-    several = isinstance(given, Iterable) and not (isinstance(given, str) or hasattr(given, "step"))
-    made = [_make_scheduler(item, optimizer) for item in (given if several else [given])]
-    if not several:
-        return {"scheduler": made[0]}
-    _check_apart([item.scheduler for item in made], len(optimizer.param_groups))
-    return {f"scheduler-{number}": scheduler for number, scheduler in enumerate(made)}
+def config_of_data(data: Any) -> dict[str, str]:
+    """Describe the data that is trained on, as text: the entries `data` and `data.…`."""
+    found = {"data": _class(data)}
+    with suppress(TypeError):  # of an iterable without a length
+        found["data.length"] = str(len(data))
+    if isinstance(data, Loader):
+        state = data.state_dict()
+        found |= {f"data.{name}": str(state[name]) for name in state if name not in _POSITION}
+    return found
 
 
-def _make_by_name(
-    given: Any, optimizers: Mapping[str, torch.optim.Optimizer]
-) -> dict[str, Schedule]:
-    """Make the schedulers of several optimizers, given by their names."""
-    if not isinstance(given, Mapping) or not set(given) <= set(optimizers):
-        raise UsageError(
-            f"scheduler={shown(given)}: with several optimizers give a mapping from their names, "
-            f"{[*optimizers]}"
-        )
-    return {
-        name.replace("scheduler", f"scheduler-{of}", 1): made
-        for of, item in given.items()
-        for name, made in make_schedulers(item, optimizers[of]).items()
-    }
-
-
-def _make_scheduler(item: Any, optimizer: torch.optim.Optimizer) -> Schedule:
-    plan = item if isinstance(item, Schedule) else Schedule(item)
-    given = plan.scheduler
-    is_factory = isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
-    return plan.made(given(optimizer) if is_factory else given)
-
-
-def _check_apart(schedulers: list[Any], num_groups: int) -> None:
-    """Check that no two torch schedulers set the learning rate of the same parameter group."""
-    taken: dict[int, int] = {}
-    for number, scheduler in enumerate(schedulers):
-        if not isinstance(scheduler, LRScheduler):
-            continue
-        sees = scheduler.optimizer
-        for group in [sees.group] if isinstance(sees, _OneGroup) else range(num_groups):
-            first = taken.setdefault(group, number)
-            if first != number:
-                raise UsageError(
-                    f"scheduler: numbers {first} and {number} both set the learning rate of group "
-                    f"{group}; combine them in torch's ChainedScheduler or SequentialLR"
-                )
-
-
-class _OneGroup(torch.optim.Optimizer):
-    """View of an optimizer with only one of its parameter groups, for schedulers."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, group: int) -> None:
-        # Without super().__init__(), which would set up the group as its own; this is a view.
-        self._optimizer = optimizer
-        self.group = group
-        self.defaults = optimizer.defaults
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The group, read each time, as a load may put new groups into the optimizer."""
-        return [self._optimizer.param_groups[self.group]]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """No-op: the optimizer itself steps."""
+def _class(value: Any) -> str:
+    return type(value).__qualname__

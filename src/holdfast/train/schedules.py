@@ -1,17 +1,19 @@
-"""When schedulers step: after each step, by epochs, tokens or validations.
+"""Schedulers of a Trainer, and when they step: after each step, by epochs, tokens or validations.
 
-Counters decide, which are saved with the schedulers, so a resume steps none twice.
+Counters decide, which are saved with the schedulers, so a resume steps none twice. There may be
+several schedulers for one optimizer, or one for each parameter group.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
     LRScheduler,
@@ -20,7 +22,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from holdfast.arguments import check_arguments
+from holdfast.arguments import check_arguments, shown
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Mode, Timestamp
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
@@ -30,11 +32,9 @@ from holdfast.train.argument_checks import check_counted
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.callbacks.registry import Callbacks
 from holdfast.train.curves import Curve, CurveScheduler, EpochLength
-from holdfast.train.training import Counters, Metrics
+from holdfast.train.training import OF_VALIDATION, Counters, Metrics
 
 logger = logging.getLogger("holdfast")
-
-_VALIDATION = "val/"
 
 
 @check_arguments(but=("every",))
@@ -68,7 +68,7 @@ class Schedule:
                 f"Schedule: every='{self.every}': by the clock it would not be the same after a "
                 "resume"
             )
-        is_late = self.metric is not None and self.metric.startswith(_VALIDATION)
+        is_late = self.metric is not None and self.metric.startswith(OF_VALIDATION)
         if is_late and self.every != "evaluation":
             raise UsageError(
                 f"Schedule: metric={self.metric!r} is known after a validation: give "
@@ -233,7 +233,9 @@ class Schedules:
         if item.metric in metrics:
             self._seen.add(name)
             self._tell_around(item.scheduler, partial(item.scheduler.step, metrics[item.metric]))
-        elif name not in self._seen and ("loss" in metrics or item.metric.startswith(_VALIDATION)):
+        elif name not in self._seen and (
+            "loss" in metrics or item.metric.startswith(OF_VALIDATION)
+        ):
             raise UsageError(
                 f"{name}: nothing gives the metric {item.metric!r} that it steps on; there are "
                 + ", ".join(map(repr, metrics))
@@ -274,3 +276,106 @@ def _warn_if_in_epochs(name: str, scheduler: Any, goal: Time, epoch: EpochLength
                 'first epoch. If epochs are meant: Schedule(…, every="1ep")',
                 *(name, kind.__name__, argument, length, num_steps),
             )
+
+
+Make = Callable[[torch.optim.Optimizer], Any]
+
+
+def for_group(group: int, make: Make) -> Make:
+    """Make a factory for a scheduler that sees only one group of the optimizer's parameters.
+
+        Trainer(…, scheduler=[
+            for_group(0, lambda optimizer: CosineAnnealingLR(optimizer, T_max=1000)),
+            for_group(1, lambda optimizer: ConstantLR(optimizer, factor=0.1)),
+        ])
+
+    Args:
+        group: index in `optimizer.param_groups`.
+        make: makes the scheduler from an optimizer.
+    """
+
+    def make_for_group(optimizer: torch.optim.Optimizer) -> Any:
+        if not 0 <= group < len(optimizer.param_groups):
+            raise UsageError(
+                f"for_group({group}): the optimizer has {len(optimizer.param_groups)} groups"
+            )
+        one = _OneGroup(optimizer, group)
+        scheduler = make(one)
+        # torch's schedulers warn if their optimizer has not stepped before they do.
+        one.step()
+        return scheduler
+
+    return make_for_group
+
+
+def make_schedulers(given: Any, optimizer: torch.optim.Optimizer | None) -> dict[str, Schedule]:
+    """Make the schedulers of the argument `scheduler`, and when they step, by component name."""
+    if given is None:
+        return {}
+    if optimizer is None:
+        raise UsageError("scheduler: there is no optimizer whose learning rate it could set")
+    if isinstance(optimizer, Mapping):
+        return _make_by_name(given, optimizer)
+    several = isinstance(given, Iterable) and not (isinstance(given, str) or hasattr(given, "step"))
+    made = [_make_scheduler(item, optimizer) for item in (given if several else [given])]
+    if not several:
+        return {"scheduler": made[0]}
+    _check_apart([item.scheduler for item in made], len(optimizer.param_groups))
+    return {f"scheduler-{number}": scheduler for number, scheduler in enumerate(made)}
+
+
+def _make_by_name(
+    given: Any, optimizers: Mapping[str, torch.optim.Optimizer]
+) -> dict[str, Schedule]:
+    """Make the schedulers of several optimizers, given by their names."""
+    if not isinstance(given, Mapping) or not set(given) <= set(optimizers):
+        raise UsageError(
+            f"scheduler={shown(given)}: with several optimizers give a mapping from their names, "
+            f"{[*optimizers]}"
+        )
+    return {
+        name.replace("scheduler", f"scheduler-{of}", 1): made
+        for of, item in given.items()
+        for name, made in make_schedulers(item, optimizers[of]).items()
+    }
+
+
+def _make_scheduler(item: Any, optimizer: torch.optim.Optimizer) -> Schedule:
+    plan = item if isinstance(item, Schedule) else Schedule(item)
+    given = plan.scheduler
+    is_factory = isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
+    return plan.made(given(optimizer) if is_factory else given)
+
+
+def _check_apart(schedulers: list[Any], num_groups: int) -> None:
+    """Check that no two torch schedulers set the learning rate of the same parameter group."""
+    taken: dict[int, int] = {}
+    for number, scheduler in enumerate(schedulers):
+        if not isinstance(scheduler, LRScheduler):
+            continue
+        sees = scheduler.optimizer
+        for group in [sees.group] if isinstance(sees, _OneGroup) else range(num_groups):
+            first = taken.setdefault(group, number)
+            if first != number:
+                raise UsageError(
+                    f"scheduler: numbers {first} and {number} both set the learning rate of group "
+                    f"{group}; combine them in torch's ChainedScheduler or SequentialLR"
+                )
+
+
+class _OneGroup(torch.optim.Optimizer):
+    """View of an optimizer with only one of its parameter groups, for schedulers."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: int) -> None:
+        # Without super().__init__(), which would set up the group as its own; this is a view.
+        self._optimizer = optimizer
+        self.group = group
+        self.defaults = optimizer.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The group, read each time, as a load may put new groups into the optimizer."""
+        return [self._optimizer.param_groups[self.group]]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """No-op: the optimizer itself steps."""

@@ -1,6 +1,7 @@
 """The Trainer: a training loop that resumes by itself and saves where it is safe to.
 
-Makes the parts of a training from the arguments; `fitting` runs a call of `fit`.
+`build` makes its parts from the arguments, `fit.fitting` runs a call of `fit`, and
+`evaluation.evaluator` validates, tests and predicts.
 """
 
 from __future__ import annotations
@@ -8,95 +9,55 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from holdfast.arguments import check_arguments
-from holdfast.checkpoints import Checkpoints, StateHooks, best_rules
+from holdfast.checkpoints import Checkpoints
 from holdfast.control.stop import Stop
-from holdfast.errors import NoCheckpoint, UsageError
-from holdfast.format.manifest import Timestamp
+from holdfast.errors import UsageError
 from holdfast.loading.optional_components import MissingComponentPolicy
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.clock import Time, Unit
-from holdfast.results import Checkpoint
-from holdfast.state.apply import OpaqueLoadFailed
-from holdfast.state.capture.edits import StateView
-from holdfast.state.components import PROGRESS, RNG, TRAINER, PerRank, check_state, marked
 from holdfast.state.patterns import convert_names
 from holdfast.state.planning.schedulesettings import check_override
 from holdfast.store.base import Store
 from holdfast.train import build
-from holdfast.train.argument_checks import (
-    Counts,
-    asks_for,
-    check_counted,
-    check_range,
-    checked_every,
-)
-from holdfast.train.averages import SWA, Average, EqualAverage, cast_averages
-from holdfast.train.build import epoch_length, make_schedulers
-from holdfast.train.callbacks.hooks import Callback, Logger
-from holdfast.train.callbacks.measuring import read_numbers
-from holdfast.train.callbacks.registry import Callbacks, HookFailed
-from holdfast.train.curves import EpochLength
-from holdfast.train.evaluation.predicting import Predictions, predict
-from holdfast.train.evaluation.targets import Target, Validated, Which, borrowed, kept_all, select
-from holdfast.train.evaluation.validation import (
-    Restarting,
-    TrainerValidations,
-    Validation,
-    ValidationPart,
-    Validator,
-    WatchedMetricsCheck,
-    plans_of,
-    size_of,
-    undisturbed,
-)
-from holdfast.train.fit.config import config_of, config_of_data
-from holdfast.train.fit.ending import (
-    EndReason,
-    FitEnding,
-    Outcome,
-    check_load_best,
-    finder,
-    saves_of_validations,
-)
-from holdfast.train.fit.fitting import Fit, TrainerParts
-from holdfast.train.fit.saving import Policy, Saves, StepPosition, check_health
-from holdfast.train.fit.starting import DryRunManager, NullManager, Resuming, StartingPoint
-from holdfast.train.fit.tuner import (
-    LearningRateCurve,
-    TrialSteps,
-    find_learning_rate,
-)
-from holdfast.train.outputs import Entry, Histogram, Table, entry_of
-from holdfast.train.schedules import Schedules
+from holdfast.train.argument_checks import Counts, check_counted
+from holdfast.train.averages import SWA
+from holdfast.train.callbacks.hooks import Callback
+from holdfast.train.callbacks.registry import Callbacks
+from holdfast.train.evaluation.evaluator import Evaluator, Validated, Which
+from holdfast.train.evaluation.predicting import Predictions
+from holdfast.train.fit.fitting import run_fit
+from holdfast.train.fit.starting import Resuming, StartingPoint, check_load_best
+from holdfast.train.fit.tuner import LearningRateCurve, find_learning_rate
+from holdfast.train.outputs import Entry, Histogram, Image, Table, entry_of
+from holdfast.train.parts import Policy
+from holdfast.train.status import EndReason, FitEnding, Outcome
 from holdfast.train.step.batches import Limits
-from holdfast.train.step.device_metrics import LazyMetrics, Numbers, RankMeans
-from holdfast.train.step.epoch_metrics import Scores, check_apart
-from holdfast.train.step.micro_batches import MicroBatches, Weighing
-from holdfast.train.step.numerics import NanBudget, Numerics, Precision, checked_precision
-from holdfast.train.step.several_optimizers import SeveralUpdate, UpdateFunction
-from holdfast.train.step.step import Clip, LossFunction, Update, checked_skips, moved
-from holdfast.train.step.undo import Boundary, StepUndo, modules_of, small
-from holdfast.train.strategies import Name, Strategy, chosen_strategy, parallel_of, recompute
-from holdfast.train.training import Counters, Metrics, Training
+from holdfast.train.step.device_metrics import LazyMetrics
+from holdfast.train.step.numerics import Precision
+from holdfast.train.step.several_optimizers import UpdateFunction
+from holdfast.train.step.step import Clip, LossFunction
+from holdfast.train.strategies import Name, Strategy
 
 logger = logging.getLogger("holdfast")
 
 C = TypeVar("C", bound=Callback)
 
-_IN_EVERY_RUN = frozenset({"model", "optimizer", "data"})
-"""Components that every checkpoint from which a Trainer goes on has."""
-# For one release: removed arguments of the Trainer, with what replaces each.
+_HOOKS_OF_ENTRIES: tuple[tuple[type, Callable[..., None]], ...] = (
+    (str, Callback.log_text),
+    (Table, Callback.log_table),
+    (Histogram, Callback.log_histogram),
+    (Image, Callback.log_image),
+)
+"""Hooks for the entries of the log that are not numbers."""
 
 
 class Trainer:
@@ -211,170 +172,27 @@ class Trainer:
                 gradient of the whole; "auto": as many as fit into memory.
         """
         callbacks = list(callbacks)
-        given = dict(locals())
-        build.check_data(data)
-        check_range("accumulate", accumulate, 1, 2**31)
-        check_range("seed", seed, 0, 2**32)
-        check_range("log_every", log_every, 1, 2**63)
-        on = build.checked_device(device)
-        group = build.group_for(strategy, on)
-        on = build.device_for(group, on, model)
-        self.model = build.make_model(model, seed, on)
-        chosen = chosen_strategy(strategy, self.model, group)
-        if limits.fast_dev_run:
-            logger.info("limits: fast_dev_run: nothing of this training is saved or logged")
-            checkpoints, log, accumulate = None, False, 1
-        self.checkpoints = Checkpoints.of(checkpoints, {})
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        given = build.Arguments(**arguments)
+        base = build.Foundation(given)
+        self.model = base.model
+        self.checkpoints = base.checkpoints
         """The argument `checkpoints`, as a record: the root and how checkpoints are made."""
-        loggers = build.own_loggers(self.checkpoints, log, progress)
-        if limits.fast_dev_run:
-            callbacks = [item for item in callbacks if not isinstance(item, Logger)]
-        self._callbacks = Callbacks([*callbacks, *loggers], self, is_leader=group.is_leader)
+        self._callbacks = Callbacks(base.callbacks, self, is_leader=base.group.is_leader)
         self._callbacks.call_hook(Callback.model_made)
-        self.ema = None if ema is None else Average(self.model, ema)
-        self.swa = None if swa is None else EqualAverage(self.model, swa)
-        recompute(self.model, activation_checkpointing)
-        self._parallel = parallel_of(chosen, group, on)
-        for module in self._with_averages():
-            self._parallel.prepare(module)
-        if compile is not False:
-            self.model.compile(**({} if compile is True else compile))
-        if isinstance(optimizer, Mapping) or update is not None:
-            build.check_several(
-                loss=loss,
-                update=update,
-                micro_batch=micro_batch,
-                skip_nan=skip_nan,
-                metrics=metrics,
-            )
-        self.optimizer = build.make_optimizer(
-            optimizer, self.model, self.model is not model, takes_closure=update is not None
-        )
+        self._parts = parts = build.make_parts(given, base, self._callbacks)
+        self._evaluator = Evaluator(parts, validate, data)
+        parts.schedules.check_steppable(counts.units, validates=validate is not None)
+        self.ema, self.swa = parts.ema, parts.swa
+        self.optimizer = parts.optimizer
         """The optimizer, or several by name; None where nothing is trained."""
-        self._schedules = Schedules(make_schedulers(scheduler, self.optimizer), self._callbacks)
-        self.schedulers = self._schedules.components
+        self.schedulers = parts.schedules.components
         """Schedulers by component name."""
-        self._limits = limits
-        self._given_data = data
-        self.data = limits.of_data(data)
-        self.counters = Counters()
-        self.manager: CheckpointManager | None = None
-        """Manager while `fit` runs, else None."""
-        self._is_running = False
-        self._counts = counts
-        self.counters.cycle_length = counts.cycle_length
-        checked_times = partial(
-            checked_every,
-            extra=counts.units,
-            handles_signals=stop is not None,
-            validates=validate is not None,
-        )
-        self._every = checked_times(self.checkpoints.every)
-        for saver in self.checkpoints.savers:
-            checked_times(saver.policy, what=f"saver {saver.name!r}: every")
-        self._overlap = build.checked_overlap(
-            self.checkpoints.overlap, build.device_type(self.model, on)
-        )
-        self._stop = stop
-        self._place = StepPosition(self.counters)
-        self._numbers = Numbers()
-        self._unhealthy = unhealthy
-        self._numerics = Numerics(checked_precision(precision), build.device_type(self.model, on))
-        self._way_back: StepUndo
-        build.check_shared_data(data, chosen, group)
-        is_single = isinstance(self.optimizer, torch.optim.Optimizer)
-        named = {"": self.optimizer} if is_single and update is not None else self.optimizer
-        build.check_parallel(
-            named,
-            self.model,
-            chosen,
-            self._numerics,
-            self._every,
-            group,
-        )
-        self._scores = Scores(metrics or {}, group, what="metrics", is_saved=True)
-        self._micro_batches = MicroBatches(micro_batch, group)
-        self._nan = (
-            None
-            if skip_nan is None
-            else NanBudget(skip_nan, group, lambda: self.present_step, self._modules)
-        )
-        self._update = Update(
-            model=self.model,
-            called=self.model if optimizer is None else self._parallel.wrap_model(self.model),
-            parallel=self._parallel,
-            means=RankMeans(group),
-            weighing=Weighing(group, is_scaled=self._numerics.scaler is not None),
-            micro_batches=self._micro_batches,
-            scores=self._scores,
-            snapshot=self._snapshot,
-            optimizer=self.optimizer,  # not used where it is None
-            schedulers=self._schedules.plain_schedulers,
-            loss=build.no_loss if loss is None else loss,
-            clip=Clip() if isinstance(named, Mapping) else build.checked_clip(clip),
-            numerics=self._numerics,
-            device=on,
-            callbacks=self._callbacks,
-            numbers=self._numbers,
-            begin_update=self._begin_update,
-            nan=self._nan,
-        )
-        if isinstance(named, Mapping):
-            self._update = SeveralUpdate.from_update(
-                self._update,
-                optimizers=named,
-                clips=build.clips_of(clip, named),
-                update=update,
-                accumulate=accumulate,
-            )
-        self._validate = validate
-        self._strategy = chosen
-        self._validations = self._make_validations(validate)
-        self._schedules.check_steppable(counts.units, validates=validate is not None)
-        self._ending: FitEnding | None = None
-        extra, self._per_rank = marked(state or {})
-        self.state = self._collect_components(extra)
-        check_state(self.state)
-        build.check_held(self.state, loss)
-        self.checkpoints.check_components({*self.state, RNG})
-        self._way_back = self._make_way_back()
-        self._gear = TrainerParts(
-            model=self.model,
-            ema=self.ema,
-            swa=self.swa,
-            data=self.data,
-            counters=self.counters,
-            place=self._place,
-            callbacks=self._callbacks,
-            update=self._update,
-            skip_steps=checked_skips(skip_steps),
-            schedules=self._schedules,
-            validations=self._validations,
-            validated=self._validated,
-            way_back=self._way_back,
-            accumulate=accumulate,
-            log_every=log_every,
-            seed=seed,
-            counts=counts,
-            checkpoints=self.checkpoints,
-            best=saves_of_validations(self.checkpoints),
-            watched=WatchedMetricsCheck(
-                self._watched,
-                self._validations,
-                [f"train/{name}" for name in self._scores.metric_names],
-            ),
-            sanity=self._check_sanity,
-        )
-        self._config = config_of(
-            given,
-            checkpoints=self.checkpoints,
-            model=self.model,
-            optimizer=self.optimizer,
-            schedulers=self.schedulers,
-        )
+        self.data = parts.data
+        self.counters = parts.counters
+        self.state = parts.state
+        self._trains, self._detects_anomaly = given.trains, detect_anomaly
         self._scopes: list[str] = []
-        self._is_complete = optimizer is not None and (loss is not None or update is not None)
-        self._detects_anomaly = detect_anomaly
         self._callbacks.call_hook(Callback.setup)
 
     @check_arguments(but=("until", "max_time"))
@@ -431,40 +249,54 @@ class Trainer:
         """
         if data is not None:
             self._use_data(data)
-        if self.data is None or not self._is_complete:
+        if self.data is None or not self._trains:
             raise UsageError(
                 "fit needs an optimizer, a loss and data; this Trainer was made without one of them"
             )
+        parts, evaluator = self._parts, self._evaluator
         goal = build.checked_goal(until)
-        if self._limits.num_steps is not None:
-            goal = Time(self._limits.num_steps, Unit.STEP)
-        check_counted(goal.unit, f"until={until!r}", self._counts.units)
+        if parts.limits.num_steps is not None:
+            goal = Time(parts.limits.num_steps, Unit.STEP)
+        check_counted(goal.unit, f"until={until!r}", parts.counts.units)
         without, override = convert_names(without, "without"), convert_names(override, "override")
         check_override(self.state, override)
         MissingComponentPolicy(without=without).check_live_state(self.state)
-        if self._limits.fast_dev_run and (start_from is not None or load_best):
+        if parts.limits.fast_dev_run and (start_from is not None or load_best):
             logger.info("limits: fast_dev_run: start_from and load_best are ignored")
             start_from, load_best = None, False
-        start = StartingPoint.resolve_source(start_from, self.root)
-        resuming = Resuming(resume, strict=strict, override=override)
-        resuming.check_resume_arguments(start, has_root=self.root is not None)
+        resuming = Resuming(
+            how=resume,
+            start=StartingPoint.resolve_source(start_from, self.root),
+            strict=strict,
+            override=override,
+            without=without,
+        )
+        resuming.check_resume_arguments(has_root=self.root is not None)
         if load_best:
-            check_load_best(self.checkpoints, validates=bool(self._validations))
-        self._schedules.compute_lengths(goal, self._epoch)
-        self._validations.compute_intervals(goal, self._epoch)
-        self._ending = ending = FitEnding(
+            check_load_best(self.checkpoints, validates=bool(evaluator.validations))
+        parts.schedules.compute_lengths(goal, parts.epoch)
+        evaluator.validations.compute_intervals(goal, parts.epoch)
+        ending = FitEnding(
             goal,
             self.counters,
-            stop=self._stop,
+            stop=parts.stop,
             max_time_s=build.checked_max_time_s(max_time),
-            group=self._parallel.group,
-            shares_signals=self.root is None,
-            find_best=finder(self.checkpoints),
+            group=parts.group,
+            checkpoints=self.checkpoints,
         )
-        self._place.is_under_way = False
+        parts.status.ending, parts.status.is_under_way = ending, False
         watch = torch.autograd.set_detect_anomaly(True) if self._detects_anomaly else nullcontext()
-        with self._stop or nullcontext(), watch:
-            return self._fit_to(ending, without, start, resuming, load_best)
+        with parts.stop or nullcontext(), watch, self._callbacks.closing():
+            outcome = run_fit(parts, evaluator, ending, resuming)
+            # A signal ends the program, and leaves it little time.
+            if load_best and outcome.reason != "signal":
+                return evaluator.load_best(outcome)
+            return outcome
+
+    @property
+    def manager(self) -> CheckpointManager | None:
+        """Manager while `fit` runs, else None."""
+        return self._parts.status.manager
 
     @property
     def root(self) -> str | os.PathLike[str] | Store | Tiered | None:
@@ -486,27 +318,23 @@ class Trainer:
     @property
     def present_step(self) -> int:
         """The step under way; between steps, the last completed one."""
-        return self._place.present_step
+        return self._parts.status.present_step
 
     @property
     def world_size(self) -> int:
         """The number of ranks that train together."""
-        return self._parallel.group.world_size
+        return self._parts.group.world_size
 
     @property
     def is_log_step(self) -> bool:
         """Whether the present step is logged: each `log_every`-th, and the last one."""
-        return self.present_step % self._gear.log_every == 0 or self.is_last
+        return self.present_step % self._parts.log_every == 0 or self.is_last
 
     @property
     def is_first(self) -> bool:
         """Whether the present step is the first one of the current or last call of `fit`."""
-        ending = self._ending
-        return (
-            ending is not None
-            and ending.begun_at is not None
-            and self.present_step == ending.begun_at + 1
-        )
+        begun_at = None if self._ending is None else self._ending.begun_at
+        return begun_at is not None and self.present_step == begun_at + 1
 
     @property
     def is_last(self) -> bool:
@@ -519,6 +347,10 @@ class Trainer:
         goal = self._ending.goal
         is_known = self._ending.reason is not None or self._ending.is_at_goal()
         return is_known or (goal.unit is Unit.STEP and self.present_step >= goal.value)
+
+    @property
+    def _ending(self) -> FitEnding | None:
+        return self._parts.status.ending
 
     @property
     def callbacks(self) -> tuple[Callback, ...]:
@@ -556,7 +388,7 @@ class Trainer:
             if data is not None:
                 raise UsageError(f"which={which!r}: not a checkpoint, and data is given, too")
             which, data = None, which
-        return self._evaluate(self._choose_parts(data), which)
+        return self._evaluator.evaluate(data, which)
 
     def test(self, data: Any, *, which: Which | None = None) -> dict[str, float]:
         """Evaluate on loaders that no decision of the training has seen: metrics `test/…`.
@@ -567,7 +399,7 @@ class Trainer:
             data: a loader, loaders by name, or a `Validation` or a list of them.
             which: one checkpoint, as for `validate_all`; None: the weights as they are.
         """
-        return self._evaluate(self._choose_parts(data, kind="test"), which, is_test=True)
+        return self._evaluator.evaluate(data, which, is_test=True)
 
     def predict(
         self,
@@ -594,24 +426,14 @@ class Trainer:
             batches_per_part: batches of a part, which are kept in memory until it is written.
         """
         build.check_loader(data)
-        weights = self._weights
-        with ExitStack() as stack:
-            if which is not None:
-                targets = self._one(which)
-                stack.enter_context(kept_all(targets))
-                stack.enter_context(borrowed(weights))
-                targets[0].load_modules(weights, self._editing(Callback.edit_load))
-            self._share_buffers()
-            chosen = self.ema.cast.update() if self.ema is not None and use_ema else self.model
-            stack.callback(self._parallel.reshard, chosen)
-            return predict(
-                chosen,
-                data,
-                folder=Path(to),
-                outputs=outputs,
-                update=self._update,
-                batches_per_part=batches_per_part,
-            )
+        return self._evaluator.predict(
+            data,
+            to=to,
+            which=which,
+            outputs=outputs,
+            use_ema=use_ema,
+            batches_per_part=batches_per_part,
+        )
 
     def find_learning_rate(
         self, *, lowest: float = 1e-7, highest: float = 1.0, steps: int = 100
@@ -622,8 +444,13 @@ class Trainer:
         Callbacks and schedulers are not called. With several groups of parameters all rates grow
         by the same factors, so that the first group goes from `lowest` to `highest`.
         """
-        with self._trying("find_learning_rate"):
-            return find_learning_rate(self._trial, lowest=lowest, highest=highest, steps=steps)
+        if self._parts.status.is_running:
+            raise UsageError("find_learning_rate: fit runs")
+        if not self._trains:
+            raise UsageError(
+                "find_learning_rate: there is nothing to train: give an optimizer and a loss"
+            )
+        return find_learning_rate(self._parts, lowest=lowest, highest=highest, steps=steps)
 
     def validate_all(self, which: Which | Iterable[Which] | None = None) -> tuple[Validated, ...]:
         """Validate checkpoints one after the other, with all loaders and checks.
@@ -640,17 +467,14 @@ class Trainer:
         Returns:
             By step, then in the order in which they were made; each checkpoint once.
         """
-        self._check_validates()
-        targets = self._choose_targets(which)
-        with self._closing(), self._managed(None):
-            return self._validate_each(targets, self._validations.parts)
+        return self._evaluator.validate_all(which)
 
     def request_stop(self, reason: str) -> None:
         """End `fit` after the current step, which is saved. Requests cannot be cancelled.
 
         No-op in a validation outside of `fit`.
         """
-        if not self._is_running:
+        if not self._parts.status.is_running:
             raise UsageError(
                 f"request_stop({reason!r}): fit does not run, so nothing can be stopped"
             )
@@ -675,23 +499,17 @@ class Trainer:
         if self._scopes:
             prefix = "/".join(self._scopes)
             metrics = {f"{prefix}/{name}": value for name, value in metrics.items()}
-        if self._limits.fast_dev_run:
+        if self._parts.limits.fast_dev_run:
             to = None  # there are no loggers
         found_entries = {name: entry_of(value) for name, value in metrics.items()}
         entries = {name: entry for name, entry in found_entries.items() if entry is not None}
         numbers = {name: value for name, value in metrics.items() if name not in entries}
         if numbers or not entries:
-            found = self._numbers(numbers)
+            found = self._parts.update.numbers(numbers)
             self._log(to, Callback.log, found, LazyMetrics(found))
         for name, entry in entries.items():
-            if isinstance(entry, str):
-                self._log(to, Callback.log_text, [name], name, entry)
-            elif isinstance(entry, Table):
-                self._log(to, Callback.log_table, [name], name, entry)
-            elif isinstance(entry, Histogram):
-                self._log(to, Callback.log_histogram, [name], name, entry)
-            else:
-                self._log(to, Callback.log_image, [name], name, entry)
+            hook = next(hook for kind, hook in _HOOKS_OF_ENTRIES if isinstance(entry, kind))
+            self._log(to, hook, [name], name, entry)
 
     def _log(
         self,
@@ -701,435 +519,21 @@ class Trainer:
         *arguments: Any,
     ) -> None:
         self._callbacks.tell_chosen(to, hook, *arguments)
-        if not self._limits.fast_dev_run:
+        if not self._parts.limits.fast_dev_run:
             self._callbacks.warn_if_unrecorded(hook, names)
-
-    def _fit_to(
-        self,
-        ending: FitEnding,
-        without: Collection[str],
-        start: StartingPoint | None,
-        resuming: Resuming,
-        load_best: bool,
-    ) -> Outcome:
-        saves = Saves()
-        may_be_new = self.state.keys() - _IN_EVERY_RUN
-        if not (hasattr(self.data, "epoch") and hasattr(self.data, "batch")):
-            may_be_new -= {PROGRESS}  # only such data tells where in an epoch another trainer was
-        may_be_left = {*without, TRAINER} - self.state.keys()
-        hooks = StateHooks(
-            before_save=self._before_save,
-            edit_save=self._editing(Callback.edit_save),
-            save_begun=saves.begun.append,
-            edit_load=self._editing(Callback.edit_load),
-            one_sided=lambda name: name in may_be_new or name in may_be_left,
-        )
-        with self._closing():
-            manager = self._make_manager(ending.goal, hooks, saves)
-            begin = None if start is None else partial(self._begin_from, start, hooks, resuming)
-            with manager, self._managed(manager):
-                outcome = Fit(self._gear, ending, manager, saves, resuming, begin).run()
-            # A signal ends the program, and leaves it little time.
-            return self._with_best(outcome) if load_best and outcome.reason != "signal" else outcome
-
-    def _with_best(self, outcome: Outcome) -> Outcome:
-        """Load the weights of the best checkpoint; adds a note on it to the outcome."""
-        group = self._parallel.group
-        found = group.from_leader("finding the best checkpoint", lambda: outcome.best)
-        if found is None:
-            raise NoCheckpoint(
-                f"load_best=True: no checkpoint has the metric of the best one. The run ended at "
-                f"step {outcome.step} ({outcome.reason}), and all is saved"
-            )
-        targets = select(self.root, found.folder, self.checkpoints.encrypt)
-        weights = {
-            name: module
-            for name, module in self._weights.items()
-            if name in targets[0].entry.manifest.components
-        }
-        with kept_all(targets):
-            best = targets[0].load_modules(weights, self._editing(Callback.edit_load))
-        note = (
-            f"{' and '.join(weights)}: loaded from the best checkpoint, {best.folder}; the run "
-            f"itself is at step {outcome.step}"
-        )
-        logger.info("%s", note)
-        return replace(outcome, notes=(*outcome.notes, note))
-
-    def _watched(self) -> dict[str, Sequence[str]]:
-        """Metrics that retention rules and callbacks watch, by name of the watcher."""
-        rules = {f"keep: {item.rule}": [item.rule.metric] for item in best_rules(self.checkpoints)}
-        return {**rules, **self._callbacks.watched}
-
-    def _make_manager(self, goal: Time, hooks: StateHooks, saves: Saves) -> CheckpointManager:
-        if self.root is None:
-            if self._stop is not None and not self._parallel.group.is_alone:
-                self._stop.share()
-            if self._limits.fast_dev_run:
-                return DryRunManager(self._before_save, self.counters, self.state)
-            logger.warning("checkpoints=None: nothing of this training is saved")
-            return NullManager()
-        return CheckpointManager(
-            replace(
-                self.checkpoints,
-                every=self._every and self._epoch.resolved(self._every, "every"),
-                savers=tuple(
-                    self._epoch.resolved(saver, f"saver {saver.name!r}: every")
-                    for saver in self.checkpoints.savers
-                ),
-                overlap=self._overlap,
-                sinks=(*self.checkpoints.sinks, *self._callbacks.sinks, saves),
-            ),
-            {n: PerRank(one) if n in self._per_rank else one for n, one in self.state.items()},
-            max_duration=goal,
-            on_failure="warn",
-            hooks=hooks,
-            stop=self._stop,
-            counters=lambda: self.counters.totals,
-            config={**self._config, "until": str(goal)},
-            ranks=self._ranks,
-        )
-
-    def _begin_from(
-        self, start: StartingPoint, hooks: StateHooks, resuming: Resuming
-    ) -> Checkpoint:
-        """Load the whole state from another root, except the ids under which loggers record."""
-        own = [(item, item.state_dict()) for item in self._callbacks.recording]
-        try:
-            found = start.load_whole_state(
-                self.state,
-                hooks,
-                self.checkpoints.encrypt,
-                self._ranks,
-                strict=resuming.strict,
-                override=resuming.override,
-            )
-        except (OpaqueLoadFailed, KeyboardInterrupt):
-            self._place.has_begun = True  # the state is neither the old nor the stored one
-            raise
-        for item, state in own:
-            item.load_state_dict(state)
-        return found
-
-    @property
-    def _ranks(self) -> Literal["group"] | None:
-        """The argument `ranks` of managers: None if this process trains alone, beside others."""
-        return None if self._parallel.group.is_alone else "group"
-
-    @property
-    def _epoch(self) -> EpochLength:
-        """Length of an epoch of the data that is trained on."""
-        return epoch_length(self.data, self._gear.accumulate)
-
-    def _check_validates(self) -> None:
-        if not self._validations:
-            raise UsageError("there is nothing to validate on: give the Trainer validate=…")
-
-    def _choose_targets(self, which: Which | Iterable[Which] | None) -> list[Target]:
-        if self.manager is not None:
-            raise UsageError(f"which={which!r}: while fit runs, only its weights can be used")
-        return select(self.root, which, self.checkpoints.encrypt)
-
-    @property
-    def _weights(self) -> dict[str, nn.Module]:
-        return {"model": self.model, **({} if self.ema is None else {"ema": self.ema.model})}
-
-    def _one(self, which: Which) -> list[Target]:
-        chosen = self._choose_targets(which)
-        if len(chosen) > 1:
-            raise UsageError(f"which={which!r}: {len(chosen)} checkpoints; use validate_all")
-        return chosen
-
-    def _choose_parts(self, data: Any, kind: str = "val") -> tuple[ValidationPart, ...]:
-        if data is not None:
-            return self._make_validations(data, kind=kind).parts
-        self._check_validates()
-        return self._validations.parts
-
-    def _evaluate(
-        self, parts: Sequence[ValidationPart], which: Which | None, *, is_test: bool = False
-    ) -> dict[str, float]:
-        targets = [] if which is None else self._one(which)
-        with ExitStack() as stack:
-            if self.manager is None:
-                stack.enter_context(self._closing())
-                stack.enter_context(self._managed(None))
-            at = self.counters.timestamp
-            if targets:
-                (of_target,) = self._validate_each(targets, parts)
-                found, at = dict(of_target.metrics), of_target.checkpoint.timestamp
-            else:
-                found = self._validated(parts)
-            # Before `fit` the run may be another process's.
-            if is_test and self._ending is not None:
-                self._callbacks.call_hook(Callback.test_end, at, found)
-            return found
-
-    def _validate_each(
-        self, targets: Sequence[Target], parts: Sequence[ValidationPart]
-    ) -> tuple[Validated, ...]:
-        weights = self._weights
-        found = []
-        with kept_all(targets), borrowed(weights):
-            for target in targets:
-                checkpoint = target.load_modules(weights, self._editing(Callback.edit_load))
-                metrics = self._validated(parts)
-                found.append(Validated(checkpoint=checkpoint, metrics=metrics))
-        return tuple(found)
-
-    def _validated(self, parts: Iterable[ValidationPart]) -> dict[str, float]:
-        """Run validation parts, each on the weights that it validates; returns all metrics."""
-        found: dict[str, float] = {}
-        if self.manager is not None:
-            self.manager.fence()  # hooks of a validation may put other weights into the model
-        self._share_buffers()
-        # No saves meanwhile: modes and generators are not those of training.
-        with self._place.left():
-            for part in parts:
-                use_average = self.ema is not None and part.plan.use_ema
-                model = self.model
-                if self.ema is not None and use_average:
-                    model = self.ema.cast.update()
-                try:
-                    found |= part.on(model, self.model)
-                finally:
-                    self._parallel.reshard(model)
-        return found
-
-    def _begin_update(self) -> None:
-        """Before weights change: drop the snapshot for undo, and wait for saves that copy them."""
-        self._way_back.begin_update()
-        if self.manager is not None:
-            self.manager.fence()
-
-    def _editing(
-        self, hook: Callable[[Callback, Training, StateView], None]
-    ) -> Callable[[StateView], None] | None:
-        """Return a function that calls `hook` with a `StateView`; None if none is needed."""
-        averages = {
-            name: item.model
-            for name, item in (("ema", self.ema), ("swa", self.swa))
-            if item is not None and item.cast.differs and hook is Callback.edit_load
-        }
-        if not averages and not self._callbacks.listens(hook):
-            return None
-
-        def edit(view: StateView) -> None:
-            cast_averages(view, averages)
-            with self._place.left():
-                self._callbacks.call_hook(hook, view)
-
-        return edit
-
-    def _before_save(self, now: Timestamp, metrics: Metrics) -> tuple[str, ...]:
-        """Check loss and weights, and call `before_save`; returns what is not finite."""
-        self._place.check_save_step(now.step)
-        group = self._parallel.group
-        ending = self._ending
-        # After a signal the run is to be resumed, and has little time.
-        is_end = ending is not None and ending.is_here() and ending.reason != "signal"
-        if self.swa is not None and is_end:
-            self._update_statistics(self.swa)
-        with self._place.left():
-            found = check_health(self._unhealthy, now.step, self.model, metrics, group)
-            self._callbacks.call_hook(Callback.before_save)
-        if not group.is_alone:
-            self._share_buffers()
-            self._callbacks.copy_logger_state(group)
-            self._scores.gather_states()
-        self.counters.step_numbers = {}
-        if self.counters.unvalidated:  # the resume that validates will log the step
-            own = {"": read_numbers(self.counters.step_metrics), **self._callbacks.step_numbers}
-            self.counters.step_numbers = group.gather_values(own)[0]
-        return found
-
-    def _snapshot(self) -> Boundary:
-        """Copy what a forward pass may change."""
-        fixed = ("data", "progress", "scaler", "micro_batch", *self.schedulers)
-        return Boundary(components=small(self.state, *fixed), modules=self._modules())
-
-    def _modules(self) -> list[nn.Module]:
-        return modules_of(self.state)
-
-    def _update_statistics(self, swa: EqualAverage) -> None:
-        """Recompute the statistics of the averaged model's batch norm, at the end of the run."""
-        if swa.plan.batch_norm is None or swa.has_statistics:
-            return
-        loader = Restarting(swa.plan.batch_norm)
-        with undisturbed(), torch.no_grad(), self._update.numerics.autocast():
-            swa.update_statistics(
-                loader.batches(),
-                lambda batch: self._update.loss(swa.cast.model, moved(batch, self._update.device)),
-                lambda: loader.fills_in,
-            )
-
-    def _share_buffers(self) -> None:
-        for module in self._with_averages():
-            self._parallel.share_buffers(module)
-
-    def _with_averages(self) -> list[nn.Module]:
-        modules = [self.model]
-        for item in (self.ema, self.swa):
-            if item is not None:
-                modules += [item.model, *([item.cast.model] if item.cast.differs else [])]
-        return modules
-
-    @contextmanager
-    def _managed(self, manager: CheckpointManager | None) -> Iterator[None]:
-        self.manager, self._is_running = manager, True
-        try:
-            yield
-        except BaseException as error:
-            self._callbacks.tell_exception(error)
-            raise
-        finally:
-            self.manager, self._is_running, self._place.is_between = None, False, False
-
-    @contextmanager
-    def _closing(self) -> Iterator[None]:
-        """Close all callbacks after the block, without masking the block's error."""
-        try:
-            yield
-        except BaseException:
-            try:
-                self._callbacks.call_close_hooks()
-            except HookFailed as error:
-                logger.error("%s", error)
-            raise
-        self._callbacks.call_close_hooks()
-
-    def _make_validations(
-        self, given: Any, *, kind: str = "val", batches: int | None = None, is_quiet: bool = False
-    ) -> TrainerValidations:
-        """Make validations on `given`, on so many batches or as many as the limits allow."""
-        plans = plans_of(given)
-        update = replace(self._update, callbacks=Callbacks([], self)) if is_quiet else self._update
-        self._check_held_out(plans, self._given_data)
-        for plan in plans:
-            check_counted(plan.trigger.unit, f"validation every='{plan.every}'", self._counts.units)
-        made = TrainerValidations(
-            [
-                Validator(
-                    plan=plan if kind == "test" else self._limited(plan, batches),
-                    update=update,
-                    kind=kind,
-                    weigh=plan.weigh or self._counts.samples or size_of,
-                    waiting=lambda: self._way_back.waiting(),
-                    started=lambda: self._way_back.validation_started(),
-                )
-                for plan in plans
-            ]
-        )
-        check_apart(self._scores, [plan.metrics for plan in plans])
-        return made
-
-    def _check_held_out(self, plans: Sequence[Validation], trained: Any) -> None:
-        """Check that the loader that is trained on is none of validations, nor of batch norm."""
-        held_out = [("validate", plan.data) for plan in plans]
-        if self.swa is not None:
-            held_out.append(("swa: batch_norm", self.swa.plan.batch_norm))
-        for what, given in held_out:
-            loaders = given.values() if isinstance(given, Mapping) else [given]
-            if trained is not None and any(loader is trained for loader in loaders):
-                raise UsageError(
-                    f"{what}: this loader is the one that is trained on, whose position would be "
-                    "lost; make another Loader of the same dataset"
-                )
-
-    def _collect_components(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        own: dict[str, Any] = {"model": self.model}
-        if isinstance(self.optimizer, Mapping):
-            own |= {f"optimizer-{name}": item for name, item in self.optimizer.items()}
-        else:
-            own["optimizer"] = self.optimizer
-        own |= self.schedulers
-        own = {name: value for name, value in own.items() if value is not None}
-        if self._numerics.scaler is not None:
-            own["scaler"] = self._numerics.scaler
-        if self.ema is not None:
-            own["ema"] = self.ema.model
-        if self.swa is not None:
-            own |= {"swa": self.swa.model, "swa-count": self.swa}
-        if self._nan is not None:
-            own["nan-count"] = self._nan
-        if self.data is not None:
-            own["data"] = self.data
-        own |= {PROGRESS: self.counters, **self._callbacks.components}
-        if self._scores:
-            own["metrics"] = self._scores
-        if self._micro_batches.is_auto:
-            own["micro_batch"] = self._micro_batches
-        taken = [name for name in extra if name in own or name == RNG]
-        if taken:
-            raise UsageError(f"state: the Trainer has components named {taken} itself")
-        return own | dict(extra)
-
-    def _limited(self, plan: Validation, batches: int | None) -> Validation:
-        at_end = plan.at_end or bool(self._limits.fast_dev_run)
-        return replace(plan, data=self._limits.of_validation(plan.data, batches), at_end=at_end)
-
-    def _make_way_back(self) -> StepUndo:
-        return StepUndo(
-            # With several ranks nothing is interrupted: they stop where they meet.
-            stop=self._stop if self._parallel.group.is_alone else None,
-            is_exact=self.root is not None and asks_for(self._every, "exception"),
-            data=self.data,
-            state=self.state,
-            callbacks=self._callbacks,
-        )
 
     def _use_data(self, data: Any) -> None:
         """Train on other data from now on."""
-        if self._is_running:
+        parts = self._parts
+        if parts.status.is_running:
             raise UsageError("fit(data=…): fit runs already")
         build.check_data(data)
-        build.check_shared_data(data, self._strategy, self._parallel.group)
-        self._check_held_out(plans_of(self._validate), data)
-        self._given_data, self.data = data, self._limits.of_data(data)
-        self.state["data"] = self.data
-        self._way_back = self._make_way_back()
-        self._gear = replace(self._gear, data=self.data, way_back=self._way_back)
+        build.check_shared_data(data, parts.strategy, parts.group)
+        self._evaluator.use_data(data)
+        self.data = self.state["data"] = parts.limits.of_data(data)
+        parts.undo.use_data(self.data)
         others = {
-            name: text for name, text in self._config.items() if name.partition(".")[0] != "data"
+            name: text for name, text in parts.config.items() if name.partition(".")[0] != "data"
         }
-        self._config = others | config_of_data(data)
-
-    def _check_sanity(self) -> None:
-        """Try a validation on some batches of each loader; leaves no trace."""
-        if not self._limits.sanity or not self._validations:
-            return
-        validations = self._make_validations(
-            self._validate, batches=self._limits.sanity, is_quiet=True
-        )
-        modules = [item for item in self.state.values() if isinstance(item, nn.Module)]
-        kept = Boundary(components={}, modules=modules)
-        try:
-            self._validated(validations.parts)
-        finally:
-            kept.restore_snapshot()
-
-    @contextmanager
-    def _trying(self, what: str) -> Iterator[None]:
-        """Check, before the block, that the Trainer can run steps on trial."""
-        if self._is_running:
-            raise UsageError(f"{what}: fit runs")
-        if not self._is_complete:
-            raise UsageError(f"{what}: there is nothing to train: give an optimizer and a loss")
-        yield
-
-    @property
-    def _trial(self) -> TrialSteps:
-        quiet = Callbacks([], self)
-        return TrialSteps(
-            update=replace(
-                self._update,
-                callbacks=quiet,
-                schedulers=(),
-                scores=Scores({}, self._parallel.group, what="metrics"),
-                begin_update=lambda: None,
-                nan=None,
-            ),
-            state=self.state,
-            data=self.data,
-            accumulate=self._gear.accumulate,
-        )
+        config = others | build.config_of_data(data)
+        self._parts = replace(parts, data=self.data, config=config)

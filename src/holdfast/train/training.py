@@ -27,6 +27,8 @@ logger = logging.getLogger("holdfast")
 
 Metrics = Mapping[str, float]
 """Numbers by name, such as `{"loss": 0.3}`."""
+OF_VALIDATION = "val/"
+"""Beginning of the names of all metrics of validations."""
 
 
 class Training(Protocol):

@@ -46,9 +46,10 @@ from holdfast.train import (
     Training,
     Validation,
     cosine,
+    status,
     warmup,
 )
-from holdfast.train.fit import ending
+from holdfast.train.fit import starting
 from holdfast.train.group import join_group
 from holdfast.train.step.device_metrics import Mean, RankMeans, mean_of_ranks
 from marks import diagonal
@@ -218,7 +219,7 @@ def go_on_unread(root: Path, lives: list[str], rank: int) -> str:
     for until in lives[:-1]:
         make(root, 2, **options).fit(until)
     if rank == 0:
-        ending.catalog_of = fail
+        status.catalog_of = starting.catalog_of = fail
     try:
         make(root, 2, **options).fit(lives[-1], load_best=True)
     except HoldfastError as error:

@@ -84,7 +84,7 @@ def test_blocks_that_never_came_to_their_end_are_ended() -> None:
     assert expected != draw()
 
 
-def way_back(stop: Stop | None, *callbacks: Callback, is_exact: bool = False) -> StepUndo:
+def undo(stop: Stop | None, *callbacks: Callback, is_exact: bool = False) -> StepUndo:
     loader, training = Loader(range(10), batch_size=2), None
     state = {"data": loader, "count": Count()}
     told = Callbacks(callbacks, training)  # type: ignore[arg-type]
@@ -92,26 +92,26 @@ def way_back(stop: Stop | None, *callbacks: Callback, is_exact: bool = False) ->
 
 
 def test_without_a_stop_nothing_is_interrupted_and_there_is_no_way_back() -> None:
-    way = way_back(None)
+    way = undo(None)
     way.take_snapshot()
     with way.fetching(), way.validating(), way.waiting():
         pass
-    assert not way.go()
+    assert not way.undo_step()
 
 
 def test_there_is_no_way_back_from_an_update() -> None:
-    way = way_back(Stop(), is_exact=True)
+    way = undo(Stop(), is_exact=True)
     way.take_snapshot()
     way.begin_update()
-    assert not way.go()
+    assert not way.undo_step()
     way.take_snapshot()
-    assert way.go()
-    assert not way.go()
+    assert way.undo_step()
+    assert not way.undo_step()
 
 
 def test_parts_of_a_validation_are_interrupted_in_a_validation_only() -> None:
     stop = Stop()
-    way = way_back(stop)
+    way = undo(stop)
     count = way._small["count"]
     seen = []
 

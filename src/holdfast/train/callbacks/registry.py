@@ -7,7 +7,8 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from holdfast.errors import HoldfastError, UsageError, listing
@@ -198,22 +199,35 @@ class Callbacks:
             except Exception:
                 logger.exception("%s failed in its exception hook", type(callback).__name__)
 
-    def call_close_hooks(self) -> None:
-        """Call the `call_close_hooks` hook of all callbacks, even if earlier ones raised.
+    @contextmanager
+    def closing(self) -> Iterator[None]:
+        """Call the `close` hook of all callbacks after the block, even if earlier ones raise.
 
         Raises:
-            HookFailed: the first callback that raised.
+            HookFailed: the first callback that raised, unless the block did; others are logged.
         """
+        try:
+            yield
+        except BaseException:
+            self._call_close_hooks(may_raise=False)
+            raise
+        self._call_close_hooks(may_raise=True)
+
+    def _call_close_hooks(self, *, may_raise: bool) -> None:
         failures: list[HookFailed] = []
         for callback in self._by_hook["close"]:
             try:
                 self._run_hook(callback, "close")
             except HookFailed as error:
                 failures.append(error)
-        for failure in failures[1:]:
+        for failure in failures[may_raise:]:
             logger.error("%s", failure)
-        if failures:
+        if may_raise and failures:
             raise failures[0]
+
+    def without_any(self) -> Callbacks:
+        """Return a registry of no callbacks, for the same training."""
+        return Callbacks([], self._training)
 
     def _run_hook(self, callback: Callback, hook: str, *arguments: Any, **named: Any) -> Any:
         try:

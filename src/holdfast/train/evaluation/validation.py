@@ -10,7 +10,7 @@ import difflib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -33,7 +33,8 @@ from holdfast.train.outputs import Image, StepOutput
 from holdfast.train.step.device_metrics import LazyMetrics, Mean, convert_metric, mean_of_ranks
 from holdfast.train.step.epoch_metrics import Scores
 from holdfast.train.step.step import LossFunction, Update, evaluate, moved
-from holdfast.train.training import Metrics
+from holdfast.train.step.undo import StepUndo
+from holdfast.train.training import OF_VALIDATION, Metrics
 
 logger = logging.getLogger("holdfast")
 
@@ -165,12 +166,10 @@ class Validator:
     update: Update
     """Training step, whose loss function, precision and device are used."""
     weigh: Callable[[Any], float]
-    kind: str = "val"
+    kind: str
     """First part of the names of metrics."""
-    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Context for operations that a stop may interrupt: a fetch, a forward pass."""
-    started: Callable[[], None] = lambda: None
-    """Called after the hooks of `validation_start`."""
+    undo: StepUndo
+    """Undo of a validation that a stop interrupts, in a fetch or a forward pass."""
     _loaders: dict[str, Restarting] = field(init=False)
     _scores: Scores = field(init=False)
 
@@ -221,7 +220,7 @@ class Validator:
     def _run_check(self, check: Downstream, model: nn.Module) -> dict[str, float]:
         name = self._prefix_name(check.name)
         self._call_validation_start(name)
-        with self.waiting():
+        with self.undo.waiting():
             found = check.run(model)
         mean = Mean()
         values, kinds = self.update.numbers.reduced(found)
@@ -233,7 +232,7 @@ class Validator:
     def _call_validation_start(self, name: str) -> None:
         """Call `validation_start` for a loader or a check."""
         self.update.callbacks.call_hook(Callback.validation_start, name)
-        self.started()
+        self.undo.validation_started()
 
     def _call_end_hook(self, name: str, found: Mapping[str, Any]) -> dict[str, float]:
         """Call `validation_end` for a loader or a check; returns its metrics by full names."""
@@ -254,7 +253,7 @@ class Validator:
         for given in self._fetch(loader):
             batch = moved(given, update.device)
             tell(Callback.validation_batch_start, batch)
-            with update.numerics.autocast(), self.waiting():
+            with update.numerics.autocast(), self.undo.waiting():
                 output = evaluate(self.plan.loss or update.validation_loss, model, batch)
             has_weight = output.weight is not None
             if has_weights not in (None, has_weight):
@@ -286,7 +285,7 @@ class Validator:
     def _fetch(self, loader: Restarting) -> Iterator[Any]:
         batches = islice(loader.batches(), self.plan.batches)
         while True:
-            with self.waiting():
+            with self.undo.waiting():
                 found = next(batches, _END)
             if found is _END:
                 return
@@ -490,8 +489,6 @@ def _iterate_tensors(batch: Any) -> Iterator[Tensor]:
             yield from _iterate_tensors(value)
 
 
-OF_VALIDATION = "val/"
-"""Beginning of the names of all metrics of validations."""
 Watchers = Callable[[], Mapping[str, Sequence[str]]]
 """Function that returns who watches, as text, with the names of metrics."""
 

@@ -1,33 +1,36 @@
 """Saves of the Trainer: when one may begin, health checks of the state, and retries.
 
-`StepPosition` says when one may begin; failures are those of invariant 8 in docs/design.md.
+`FitStatus` says when one may begin; failures are those of invariant 8 in docs/design.md.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from holdfast.errors import HoldfastError, SaveFailed, SaveSkipped, UsageError, listing
+from holdfast.errors import HoldfastError, SaveFailed, SaveSkipped, listing
 from holdfast.events import Event as ManagerEvent
+from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
-from holdfast.policy.best import BestSaves
 from holdfast.policy.savers import Due
 from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
 from holdfast.results import PendingSave
+from holdfast.train.averages import EqualAverage
 from holdfast.train.callbacks.hooks import Callback
-from holdfast.train.callbacks.registry import Callbacks
+from holdfast.train.callbacks.measuring import read_numbers
+from holdfast.train.evaluation.validation import Restarting, undisturbed
 from holdfast.train.group import Group
+from holdfast.train.parts import Policy, TrainerParts
+from holdfast.train.step.step import Update, moved
 from holdfast.train.strategies import local
-from holdfast.train.training import Counters, Metrics
+from holdfast.train.training import Metrics
 
 logger = logging.getLogger("holdfast")
 
@@ -72,25 +75,21 @@ class StepSaver:
 
     def __init__(
         self,
+        parts: TrainerParts,
         manager: CheckpointManager,
         saves: Saves,
-        place: StepPosition,
-        counters: Counters,
-        callbacks: Callbacks,
-        best: BestSaves,
         *,
         saved_step: int | None,
-        group: Group,
     ) -> None:
         """Start with the manager's `saves`; `saved_step` has a permanent checkpoint already."""
-        self._group = group
+        self._group = parts.group
         self._manager = manager
         self._saves = saves
         self._begun = saves.begun
-        self._place = place
-        self._counters = counters
-        self._callbacks = callbacks
-        self._best = best
+        self._status = parts.status
+        self._counters = parts.counters
+        self._callbacks = parts.callbacks
+        self._best = parts.best
         self._saved_step = saved_step
         self._newest_own: PendingSave | None = None
         """Newest save that this object began, not a callback."""
@@ -235,13 +234,13 @@ class StepSaver:
             if begun is self._newest_own and is_whole and checkpoint.save_class == "permanent":
                 self._saved_step = checkpoint.step
             cost = self._saves.collect_costs(begun, checkpoint.nbytes)
-            with self._place.left():
+            with self._status.refusing_saves():
                 self._callbacks.call_hook(Callback.checkpoint_saved, checkpoint, cost)
 
     def _handle_failed_save(self, due: Due, error: SaveFailed) -> None:
         self._num_failures += 1
         self._retry = together([due] if self._retry is None else [self._retry, due])
-        with self._place.left():
+        with self._status.refusing_saves():
             self._callbacks.call_hook(Callback.checkpoint_failed, error)
         if self._num_failures >= MAX_FAILURES_IN_A_ROW:
             raise error
@@ -253,54 +252,6 @@ class StepSaver:
         )
 
 
-class StepPosition:
-    """Tracks whether training is between two steps, where the state is consistent."""
-
-    def __init__(self, counters: Counters) -> None:
-        self._counters = counters
-        self.is_between = False
-        """Whether a save can be begun."""
-        self.is_under_way = False
-        """Whether a step has begun, to which logged metrics belong."""
-        self.has_begun = False
-        """Whether data was fetched, or a load failed halfway, since the Trainer was made."""
-
-    @property
-    def present_step(self) -> int:
-        """The step under way; between steps, the last completed one."""
-        return self._counters.step + self.is_under_way
-
-    def enter_step(self) -> None:
-        """Record that a step has begun."""
-        self.is_between, self.is_under_way = False, True
-
-    def leave_step(self) -> None:
-        """Record that the step is complete and counted, and the state consistent."""
-        self.is_between, self.is_under_way = True, False
-
-    @contextmanager
-    def left(self) -> Iterator[None]:
-        """Refuse saves during the block."""
-        before, self.is_between = self.is_between, False
-        try:
-            yield
-        finally:
-            self.is_between = before
-
-    def check_save_step(self, step: int) -> None:
-        """Check that a save of `step` may begin."""
-        if not self.is_between:
-            raise UsageError(
-                "a checkpoint can be made between steps only, where all parts of the state belong "
-                "together: in fit_start, step_end, epoch_end, log or fit_end, and in none of them "
-                "within a validation"
-            )
-        if step != self._counters.step:
-            raise UsageError(f"step={step!r}: the state is at step {self._counters.step}")
-
-
-Policy = Literal["warn", "skip", "raise"]
-
 # Limit of weights that the manifest names, as every weight of a model may be wrong.
 _MAX_REASONS = 10
 # A type without infinity and NaN, which older versions of torch lack.
@@ -309,6 +260,43 @@ _FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 
 class UnhealthyState(HoldfastError):
     """The loss or the weights to be saved are not finite; nothing was saved."""
+
+
+def prepare_save(parts: TrainerParts, now: Timestamp, metrics: Metrics) -> tuple[str, ...]:
+    """Check loss and weights, and call `before_save`; returns what is not finite."""
+    status, group = parts.status, parts.group
+    status.check_save_step(now.step)
+    ending = status.ending
+    # After a signal the run is to be resumed, and has little time.
+    is_end = ending is not None and ending.is_here() and ending.reason != "signal"
+    if parts.swa is not None and is_end:
+        _update_statistics(parts.swa, parts.update)
+    with status.refusing_saves():
+        found = check_health(parts.unhealthy, now.step, parts.model, metrics, group)
+        parts.callbacks.call_hook(Callback.before_save)
+    if not group.is_alone:
+        parts.share_buffers()
+        parts.callbacks.copy_logger_state(group)
+        parts.update.scores.gather_states()
+    counters = parts.counters
+    counters.step_numbers = {}
+    if counters.unvalidated:  # the resume that validates will log the step
+        own = {"": read_numbers(counters.step_metrics), **parts.callbacks.step_numbers}
+        counters.step_numbers = group.gather_values(own)[0]
+    return found
+
+
+def _update_statistics(swa: EqualAverage, update: Update) -> None:
+    """Recompute the statistics of the averaged model's batch norm, at the end of the run."""
+    if swa.plan.batch_norm is None or swa.has_statistics:
+        return
+    loader = Restarting(swa.plan.batch_norm)
+    with undisturbed(), torch.no_grad(), update.numerics.autocast():
+        swa.update_statistics(
+            loader.batches(),
+            lambda batch: update.loss(swa.cast.model, moved(batch, update.device)),
+            lambda: loader.fills_in,
+        )
 
 
 def check_health(

@@ -8,30 +8,34 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 
 from holdfast.arguments import check_arguments
-from holdfast.checkpoints import StateHooks
+from holdfast.checkpoints import Checkpoints, StateHooks, best_rules
 from holdfast.errors import NoCheckpoint, SaveSkipped, UsageError
-from holdfast.events import url_without_secrets
+from holdfast.events import Emitter, url_without_secrets
 from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Timestamp
-from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.access import place_of
 from holdfast.ownership.annotations import checked_metrics, checked_tags
 from holdfast.ownership.process import utc_now
+from holdfast.ownership.tiered_catalog import catalog_of
 from holdfast.ownership.tiered_options import Tiered
+from holdfast.policy.clock import Time
 from holdfast.policy.rule import SaveClass
 from holdfast.policy.savers import Due
-from holdfast.results import Checkpoint, CheckpointList, PendingSave
+from holdfast.results import Checkpoint, CheckpointList, PendingSave, metrics_by_step
+from holdfast.state.apply import OpaqueLoadFailed
+from holdfast.state.components import PerRank
 from holdfast.store import open_store
 from holdfast.store.base import Store
-from holdfast.train.training import Counters
+from holdfast.train.fit.saving import Saves, prepare_save
+from holdfast.train.parts import TrainerParts
 
 logger = logging.getLogger("holdfast")
 
@@ -75,20 +79,27 @@ class StartingPoint:
         return cls(store=store, which=folder or which)
 
     def load_whole_state(
-        self,
-        state: Mapping[str, Any],
-        hooks: StateHooks,
-        encryption: Encryption | None,
-        ranks: Literal["group"] | None,
-        *,
-        strict: bool = True,
-        override: Collection[str] = (),
+        self, parts: TrainerParts, hooks: StateHooks, resuming: Resuming
     ) -> Checkpoint:
-        """Load the checkpoint's whole state into the live objects of all ranks, without a claim."""
-        with CheckpointManager(
-            self.store, state, hooks=hooks, encrypt=encryption, ranks=ranks
-        ) as other:
-            return other.load(self.which, strict=strict, in_place=True, override=override)
+        """Load the whole state without a claim, except the ids under which loggers record."""
+        own = [(item, item.state_dict()) for item in parts.callbacks.recording]
+        encryption = parts.checkpoints.encrypt
+        try:
+            with CheckpointManager(
+                self.store, parts.state, hooks=hooks, encrypt=encryption, ranks=parts.ranks
+            ) as other:
+                found = other.load(
+                    self.which,
+                    strict=resuming.strict,
+                    in_place=True,
+                    override=resuming.override,
+                )
+        except (OpaqueLoadFailed, KeyboardInterrupt):
+            parts.status.has_begun = True  # the state is neither the old nor the stored one
+            raise
+        for item, state in own:
+            item.load_state_dict(state)
+        return found
 
 
 class _NoRoot(UsageError, AttributeError):
@@ -163,14 +174,11 @@ class DryRunManager(NullManager):
 
     def __init__(
         self,
-        before_save: Callable[[Timestamp, Mapping[str, float]], tuple[str, ...]],
-        counters: Counters,
-        state: Mapping[str, Any],
+        parts: TrainerParts,
     ) -> None:
-        """Check saves of `state` with `before_save`."""
-        self.state = state
-        self._before_save = before_save
-        self._counters = counters
+        """Check saves of the state of these parts."""
+        self.state = parts.state
+        self._parts = parts
         self._has_told = False
 
     @check_arguments()
@@ -192,10 +200,10 @@ class DryRunManager(NullManager):
         """Check what a save checks, and return one that has committed nothing; says so once."""
         only = None if components is None else self._check_components(components)
         due = Due(save_class, reason, components=only, tags=checked_tags(tags))
-        now = msgspec.structs.replace(self._counters.timestamp, step=step)
+        now = msgspec.structs.replace(self._parts.counters.timestamp, step=step)
         measured = checked_metrics(metrics)
         try:
-            unhealthy = self._before_save(now, measured)
+            unhealthy = prepare_save(self._parts, now, measured)
         except SaveSkipped as error:
             return PendingSave.skipped(step, due, error)
         if not self._has_told:
@@ -243,35 +251,34 @@ def _nothing(
 _NEWEST = ("if_available", "always")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Resuming:
     """Arguments of `fit` about its resume."""
 
-    how: str | int = "if_available"
+    how: str | int
     """"if_available", "always", "never", or the name of a checkpoint of the root."""
+    start: StartingPoint | None = None
+    """Checkpoint of another root, to load if this run has none."""
     strict: bool = True
     override: Collection[str] = ()
+    without: Collection[str] = ()
+    """Components that the checkpoint may have and the Trainer does not."""
 
-    def check_resume_arguments(self, start: StartingPoint | None, *, has_root: bool) -> None:
+    def check_resume_arguments(self, *, has_root: bool) -> None:
         """Check them before anything is read."""
         is_named = self.how not in (*_NEWEST, "never")
-        if is_named and start is not None:
+        if is_named and self.start is not None:
             raise UsageError(
                 f"resume={self.how!r} and start_from name two checkpoints: one of this root, one "
                 "of another. Leave one of the arguments out"
             )
-        if not has_root and (is_named or (self.how == "always" and start is None)):
+        if not has_root and (is_named or (self.how == "always" and self.start is None)):
             raise UsageError(f"resume={self.how!r}: this Trainer has no root (checkpoints=None)")
 
-    def resume_or_roll_back(
-        self, manager: CheckpointManager, *, can_start: bool
-    ) -> Checkpoint | None:
-        """Resume from the newest checkpoint, or roll the run back to the named one.
-
-        `can_start`: whether the run may start elsewhere, so that no checkpoint is required.
-        """
+    def resume_or_roll_back(self, manager: CheckpointManager) -> Checkpoint | None:
+        """Resume from the newest checkpoint, or roll the run back to the named one."""
         if self.how in _NEWEST:
-            required = self.how == "always" and not can_start
+            required = self.how == "always" and self.start is None
             return manager.resume(strict=self.strict, override=self.override, required=required)
         newest = manager.list()[:1]
         try:
@@ -290,3 +297,70 @@ class Resuming:
                 found.step,
             )
         return found
+
+
+def make_manager(
+    parts: TrainerParts, goal: Time, hooks: StateHooks, saves: Saves
+) -> CheckpointManager:
+    """Make the manager of a `fit`; `saves` gets its events."""
+    checkpoints, stop = parts.checkpoints, parts.stop
+    if checkpoints.root is None:
+        if stop is not None and not parts.group.is_alone:
+            stop.share()
+        if parts.limits.fast_dev_run:
+            return DryRunManager(parts)
+        logger.warning("checkpoints=None: nothing of this training is saved")
+        return NullManager()
+    epoch = parts.epoch
+    return CheckpointManager(
+        replace(
+            checkpoints,
+            every=parts.every and epoch.resolved(parts.every, "every"),
+            savers=tuple(
+                epoch.resolved(saver, f"saver {saver.name!r}: every")
+                for saver in checkpoints.savers
+            ),
+            overlap=parts.overlap,
+            sinks=(*checkpoints.sinks, *parts.callbacks.sinks, saves),
+        ),
+        {n: PerRank(one) if n in parts.per_rank else one for n, one in parts.state.items()},
+        max_duration=goal,
+        on_failure="warn",
+        hooks=hooks,
+        stop=stop,
+        counters=lambda: parts.counters.totals,
+        config={**parts.config, "until": str(goal)},
+        ranks=parts.ranks,
+    )
+
+
+def load_best_metrics(
+    parts: TrainerParts, resumed: Checkpoint | None, manager: CheckpointManager
+) -> None:
+    """Read the metrics of what the run resumes from; all ranks call it, and use the leader's."""
+    if parts.best:
+        manager.expect_metrics()  # a validation that does not give them raises an error
+        what = "reading the metrics of earlier checkpoints"
+        parts.best.set_known_metrics(
+            parts.group.from_leader(what, lambda: _read_earlier_metrics(parts.checkpoints, resumed))
+        )
+
+
+def _read_earlier_metrics(
+    checkpoints: Checkpoints, resumed: Checkpoint | None
+) -> dict[int, Mapping[str, float]]:
+    if resumed is None or checkpoints.root is None:
+        return {}
+    catalog = catalog_of(checkpoints.root, Emitter(), checkpoints.encrypt)
+    return metrics_by_step(catalog.lineage_entries(opens_all=False), resumed.step)
+
+
+def check_load_best(checkpoints: Checkpoints, *, validates: bool) -> None:
+    """Raise `UsageError` if no checkpoint of this run could be the best."""
+    if checkpoints.root is None:
+        raise UsageError("load_best=True: nothing is saved (checkpoints=None); give a root")
+    if not validates and not best_rules(checkpoints):
+        raise UsageError(
+            "load_best=True: nothing says which checkpoint is the best; give validate=…, or "
+            'keep=Best("loss")'
+        )

@@ -11,15 +11,17 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError
 from holdfast.train.argument_checks import check_range
+from holdfast.train.parts import TrainerParts
 from holdfast.train.step.device_metrics import RankMeans
+from holdfast.train.step.epoch_metrics import Scores
 from holdfast.train.step.step import Update
-from holdfast.train.step.undo import Boundary, small
+from holdfast.train.step.undo import Boundary, modules_of, small
 from holdfast.train.strategies import local
 
 _DIVERGED = 4.0
@@ -39,59 +41,23 @@ class LearningRateCurve:
     """The rate at which the loss falls most steeply; None: it never fell."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialSteps:
-    """Parts of a Trainer for steps on trial: without callbacks, schedulers and saves."""
-
-    update: Update
-    state: Mapping[str, Any]
-    data: Any
-    accumulate: int
-
-    @contextmanager
-    def undone(self) -> Iterator[Update]:
-        """Train in the block by the update that is given, and restore the whole state after it."""
-        kept = _Kept(self.state, self.data)
-        modules = [module for module in self.state.values() if isinstance(module, nn.Module)]
-        modes = [(inner, inner.training) for module in modules for inner in module.modules()]
-        self.update.model.train()
-        try:
-            yield replace(self.update, means=RankMeans(self.update.parallel.group))
-        finally:
-            kept.restore_weights()
-            for module, is_training in modes:
-                module.training = is_training
-
-    def windows(self, data: Any) -> Iterator[list[Any]]:
-        """Iterate over the batches of steps, from one epoch to the next."""
-        while True:
-            is_empty = True
-            with preserved():
-                rest = iter(data)
-            while window := list(islice(rest, self.accumulate)):
-                is_empty = False
-                yield window
-            if is_empty:
-                raise UsageError("data gave no batch in a whole epoch")
-
-
 def find_learning_rate(
-    trial: TrialSteps, *, lowest: float, highest: float, steps: int
+    parts: TrainerParts, *, lowest: float, highest: float, steps: int
 ) -> LearningRateCurve:
     """Train `steps` steps with rates that grow from `lowest` to `highest`; undone afterwards."""
     check_range("steps", steps, 3, 2**31)
     if not 0 < lowest < highest < math.inf:
         raise UsageError(f"lowest={lowest!r}, highest={highest!r}: must be above 0 and grow")
-    if trial.data is None:
+    if parts.data is None:
         raise UsageError("find_learning_rate: the Trainer was made without data")
+    if isinstance(parts.optimizer, Mapping):
+        raise UsageError("find_learning_rate: it is for one optimizer")
     rates, losses, smooth, best = [], [], 0.0, math.inf
-    with trial.undone() as update:
-        if isinstance(update.optimizer, Mapping):
-            raise UsageError("find_learning_rate: it is for one optimizer")
+    with _trial_update(parts) as update:
         groups = update.optimizer.param_groups
         first = float(groups[0]["lr"])
         shares = [float(group["lr"]) / first if first else 1.0 for group in groups]
-        for at, window in zip(range(steps), trial.windows(trial.data), strict=False):
+        for at, window in zip(range(steps), _windows(parts), strict=False):
             rate = lowest * (highest / lowest) ** (at / (steps - 1))
             for group, share in zip(groups, shares, strict=True):
                 _set_rate(group, rate * share)
@@ -107,6 +73,42 @@ def find_learning_rate(
     return LearningRateCurve(
         rates=tuple(rates), losses=tuple(losses), suggestion=_steepest(rates, losses)
     )
+
+
+@contextmanager
+def _trial_update(parts: TrainerParts) -> Iterator[Update]:
+    """Train in the block without callbacks and schedulers; restores the whole state after it."""
+    kept, group = _Kept(parts.state, parts.data), parts.group
+    modules = modules_of(parts.state)
+    modes = [(inner, inner.training) for module in modules for inner in module.modules()]
+    parts.model.train()
+    try:
+        yield replace(
+            parts.update,
+            callbacks=parts.callbacks.without_any(),
+            schedulers=(),
+            scores=Scores({}, group, what="metrics"),
+            means=RankMeans(group),
+            begin_update=lambda: None,
+            nan=None,
+        )
+    finally:
+        kept.restore_weights()
+        for module, is_training in modes:
+            module.training = is_training
+
+
+def _windows(parts: TrainerParts) -> Iterator[list[Any]]:
+    """Iterate over the batches of steps, from one epoch to the next."""
+    while True:
+        is_empty = True
+        with preserved():
+            rest = iter(parts.data)
+        while window := list(islice(rest, parts.accumulate)):
+            is_empty = False
+            yield window
+        if is_empty:
+            raise UsageError("data gave no batch in a whole epoch")
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
@@ -131,7 +133,7 @@ class _Kept:
 
     @torch.no_grad()
     def __init__(self, state: Mapping[str, Any], data: Any) -> None:
-        modules = [value for value in state.values() if isinstance(value, nn.Module)]
+        modules = modules_of(state)
         self._rest = Boundary(data=data, components=_others(state), modules=modules)
         self._weights = [
             (item, local(item.detach()).clone())

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.train.argument_checks import check_range
 from holdfast.train.group import Group
+from holdfast.train.status import FitStatus
+from holdfast.train.step.undo import modules_of
 from holdfast.train.strategies import local
 
 logger = logging.getLogger("holdfast")
@@ -151,30 +153,28 @@ class NanBudget:
     """Budget of steps that may be skipped; a component, so that a resume continues the count."""
 
     def __init__(
-        self,
-        limit: int,
-        group: Group,
-        step: Callable[[], int],
-        modules: Callable[[], Iterable[nn.Module]],
+        self, limit: int, group: Group, status: FitStatus, state: Mapping[str, Any]
     ) -> None:
-        """Allow `limit` skipped steps in the whole run; `step` gives the one under way.
+        """Allow `limit` skipped steps in the whole run.
 
-        `modules` gives those whose buffers a step may change.
+        A step may change the buffers of the modules in `state`.
         """
         check_range("skip_nan", limit, 1, 2**31)
         self.limit = limit
         self.num_skipped = 0
         """Steps that were skipped so far, of the whole run."""
         self._group = group
-        self._step = step
-        self._modules = modules
+        self._status = status
+        self._state = state
         self._buffers: list[tuple[Tensor, Tensor]] = []
 
     @torch.no_grad()
     def keep_buffers(self) -> None:
         """Keep the buffers: a bad batch spoils statistics such as those of batch norm."""
         self._buffers = [
-            (item, item.detach().clone()) for module in self._modules() for item in module.buffers()
+            (item, item.detach().clone())
+            for module in modules_of(self._state)
+            for item in module.buffers()
         ]
 
     @torch.no_grad()
@@ -195,7 +195,7 @@ class NanBudget:
             return False
         for buffer, before in kept:
             buffer.copy_(before)
-        what = f"step {self._step()}: its loss or gradients are not finite"
+        what = f"step {self._status.present_step}: its loss or gradients are not finite"
         if self.num_skipped >= self.limit:
             raise NotFinite(
                 f"{what}, and {self.num_skipped} steps were skipped before: skip_nan={self.limit} "

@@ -44,10 +44,9 @@ class StepUndo:
         """Start without a snapshot; `is_exact`: take ones that allow a save after an error."""
         self._is_exact = is_exact
         self.allows_save = is_exact
-        """Whether the state can be saved after an error, once `go` was called."""
+        """Whether the state can be saved after an error, once `undo_step` was called."""
         self._stop = stop
-        self._data = data
-        self._can_interrupt = stop is not None and isinstance(data, Loader | Stream)
+        self.use_data(data)
         self._has_hooks = callbacks.are_told("epoch_start", "before_data")
         self._has_validation_hooks = stop is not None and callbacks.are_told("validation_start")
         self._small = small(state, "data")
@@ -62,6 +61,11 @@ class StepUndo:
         self._interruptible: AbstractContextManager[None] = (
             _NO_INTERRUPTION if stop is None else stop.interruptible()
         )
+
+    def use_data(self, data: Any) -> None:
+        """Undo steps on this data from now on."""
+        self._data = data
+        self._can_interrupt = self._stop is not None and isinstance(data, Loader | Stream)
 
     def take_snapshot(self) -> None:
         """Take the snapshot, as the step that begins will change the state."""
@@ -82,11 +86,11 @@ class StepUndo:
     def find_changed(self) -> list[str]:
         """List components whose weights have changed since the snapshot, which lacks them.
 
-        Call it after `go`, for a save after an error.
+        Call it after `undo_step`, for a save after an error.
         """
         return [] if self._weights is None else self._weights.find_changed()
 
-    def go(self) -> bool:
+    def undo_step(self) -> bool:
         """Restore the snapshot; False if none is kept."""
         boundary, self._boundary = self._boundary, None
         if boundary is not None:

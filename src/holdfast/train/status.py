@@ -1,24 +1,25 @@
-"""End of a fit: its conditions, its result, the best checkpoint, the code for batch systems."""
+"""Status of a `fit`: its manager, the step under way, its end and its result."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from signal import Signals
 from typing import Any, Literal
 
-from holdfast.checkpoints import Checkpoints, best_rules
+from holdfast.checkpoints import Checkpoints
 from holdfast.control.stop import REQUEUE_EXIT_CODE, Stop
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.events import Emitter
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.tiered_catalog import catalog_of
-from holdfast.policy.best import BestSaves
 from holdfast.policy.clock import Time, argument_name
-from holdfast.results import Checkpoint, build_checkpoint, metrics_by_step
+from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.root.best import BEST
-from holdfast.train.evaluation.validation import OF_VALIDATION
+from holdfast.train.callbacks.registry import Callbacks
 from holdfast.train.group import Group
 from holdfast.train.training import Counters
 
@@ -68,6 +69,78 @@ def _restored(
     return Outcome(reason=reason, step=step, detail=detail, notes=notes, find_best=lambda: best)
 
 
+class FitStatus:
+    """Status of a Trainer: its current or last call of `fit`, and the step under way.
+
+    Saves can be made between two steps only, where the state is consistent.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self.manager: CheckpointManager | None = None
+        """Manager while `fit` runs, else None."""
+        self.ending: FitEnding | None = None
+        """End of the current or last `fit`; None before the first one."""
+        self.is_running = False
+        """Whether a `fit` or an evaluation runs."""
+        self.is_between = False
+        """Whether a save can be begun."""
+        self.is_under_way = False
+        """Whether a step has begun, to which logged metrics belong."""
+        self.has_begun = False
+        """Whether data was fetched, or a load failed halfway, since the Trainer was made."""
+
+    @contextmanager
+    def running(self, manager: CheckpointManager | None, callbacks: Callbacks) -> Iterator[None]:
+        """Note that a `fit`, or an evaluation without a manager, runs during the block."""
+        self.manager, self.is_running = manager, True
+        try:
+            yield
+        except BaseException as error:
+            callbacks.tell_exception(error)
+            raise
+        finally:
+            self.manager, self.is_running, self.is_between = None, False, False
+
+    def fence(self) -> None:
+        """Wait for a save that still copies the state, as it is about to change."""
+        if self.manager is not None:
+            self.manager.fence()
+
+    @property
+    def present_step(self) -> int:
+        """The step under way; between steps, the last completed one."""
+        return self._counters.step + self.is_under_way
+
+    def enter_step(self) -> None:
+        """Record that a step has begun."""
+        self.is_between, self.is_under_way = False, True
+
+    def leave_step(self) -> None:
+        """Record that the step is complete and counted, and the state consistent."""
+        self.is_between, self.is_under_way = True, False
+
+    @contextmanager
+    def refusing_saves(self) -> Iterator[None]:
+        """Refuse saves during the block."""
+        before, self.is_between = self.is_between, False
+        try:
+            yield
+        finally:
+            self.is_between = before
+
+    def check_save_step(self, step: int) -> None:
+        """Check that a save of `step` may begin."""
+        if not self.is_between:
+            raise UsageError(
+                "a checkpoint can be made between steps only, where all parts of the state belong "
+                "together: in fit_start, step_end, epoch_end, log or fit_end, and in none of them "
+                "within a validation"
+            )
+        if step != self._counters.step:
+            raise UsageError(f"step={step!r}: the state is at step {self._counters.step}")
+
+
 class FitEnding:
     """Decides when a fit ends: at its goal, by a signal, a request, or the time limit."""
 
@@ -79,10 +152,8 @@ class FitEnding:
         stop: Stop | None,
         max_time_s: float,
         group: Group,
-        shares_signals: bool = False,
-        find_best: Callable[[], Checkpoint | None] = lambda: None,
+        checkpoints: Checkpoints,
     ) -> None:
-        """`shares_signals`: the ranks agree here on signals, as no manager does it for them."""
         self.goal = goal
         self.reason: EndReason | None = None
         """Reason of the end; None while training continues."""
@@ -93,8 +164,7 @@ class FitEnding:
         self._stop = stop
         self._ends_at_s = time.monotonic() + max_time_s
         self._group = group
-        self._shares_signals = shares_signals
-        self._find_best = find_best
+        self._checkpoints = checkpoints
         self._request: str | None = None
         self._agreed: EndReason | None = None
         """With several ranks, the reason on which they agreed when they met."""
@@ -131,7 +201,9 @@ class FitEnding:
         """
         reasons: list[EndReason | None] = [None, "max_time", "stopped"]
         mine = reasons.index(self._own_reason())
-        received = self._stop.received if self._stop is not None and self._shares_signals else None
+        # With a root the manager lets the ranks agree on signals.
+        shares = self._stop is not None and self._checkpoints.root is None
+        received = self._stop.received if self._stop is not None and shares else None
         signal = Signals[received].value if received else 0
         first, last, number = self._group.max([mine, -num_saves, signal])
         self._agreed = reasons[first]
@@ -155,64 +227,17 @@ class FitEnding:
             step=self._counters.step,
             detail=detail,
             notes=notes,
-            find_best=self._find_best,
+            find_best=partial(find_best_checkpoint, self._checkpoints),
         )
 
 
-def saves_of_validations(checkpoints: Checkpoints) -> BestSaves:
-    """Decide on saves for those rules `Best` that are about metrics of validations."""
-    rules = best_rules(checkpoints)
-    return BestSaves([item for item in rules if item.rule.metric.startswith(OF_VALIDATION)])
-
-
-def load_best_metrics(
-    best: BestSaves,
-    checkpoints: Checkpoints,
-    resumed: Checkpoint | None,
-    manager: CheckpointManager,
-    group: Group,
-) -> None:
-    """Read the metrics of what the run goes on from; all ranks call it, and use the leader's."""
-    if best:
-        manager.expect_metrics()  # a validation that does not give them raises an error
-        what = "reading the metrics of earlier checkpoints"
-        best.set_known_metrics(
-            group.from_leader(what, lambda: _read_earlier_metrics(checkpoints, resumed))
-        )
-
-
-def _read_earlier_metrics(
-    checkpoints: Checkpoints, resumed: Checkpoint | None
-) -> dict[int, Mapping[str, float]]:
-    if resumed is None or checkpoints.root is None:
-        return {}
-    catalog = catalog_of(checkpoints.root, Emitter(), checkpoints.encrypt)
-    return metrics_by_step(catalog.lineage_entries(opens_all=False), resumed.step)
-
-
-def finder(checkpoints: Checkpoints) -> Callable[[], Checkpoint | None]:
-    """Return a function that finds the best checkpoint in a root, or None; claims nothing."""
-    root = checkpoints.root
-
-    def find() -> Checkpoint | None:
-        if root is None:
-            return None
-        catalog = catalog_of(root, Emitter(), checkpoints.encrypt)
-        try:
-            entry = catalog.find_checkpoint(BEST)
-        except NoCheckpoint:
-            return None
-        return build_checkpoint(catalog.find_store(entry.folder), entry)
-
-    return find
-
-
-def check_load_best(checkpoints: Checkpoints, *, validates: bool) -> None:
-    """Raise `UsageError` if no checkpoint of this run could be the best."""
+def find_best_checkpoint(checkpoints: Checkpoints) -> Checkpoint | None:
+    """Find the best checkpoint in a root, if any; claims nothing."""
     if checkpoints.root is None:
-        raise UsageError("load_best=True: nothing is saved (checkpoints=None); give a root")
-    if not validates and not best_rules(checkpoints):
-        raise UsageError(
-            "load_best=True: nothing says which checkpoint is the best; give validate=…, or "
-            'keep=Best("loss")'
-        )
+        return None
+    catalog = catalog_of(checkpoints.root, Emitter(), checkpoints.encrypt)
+    try:
+        entry = catalog.find_checkpoint(BEST)
+    except NoCheckpoint:
+        return None
+    return build_checkpoint(catalog.find_store(entry.folder), entry)
