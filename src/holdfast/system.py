@@ -13,8 +13,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.errors import OutOfMemory
@@ -128,6 +129,16 @@ def sync(fd: int) -> None:
             if error.errno not in _NO_FULL_SYNC:
                 raise
     os.fsync(fd)
+
+
+def replace_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write a durable file, which replaces that at `path` as a whole."""
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("wb") as file:
+        file.writelines(pieces)
+        file.flush()
+        sync(file.fileno())
+    aside.replace(path)
 
 
 def sync_folder_path(path: str | os.PathLike[str]) -> None:

@@ -504,14 +504,14 @@ def hang(root: str, result: str, pause: Pause) -> None:
     """A run that hangs in its fourth step, with a commit under way."""
     os.dup2(os.open(result, os.O_WRONLY | os.O_CREAT), 2)
     made = trainer(Path(root), pause, stop=Stop(grace="2s"))
-    inner = made._update.model.forward
+    inner = made.model.forward
 
     def forward(batch: Tensor) -> Any:
         if made.counters.step == 3:
             threading.Event().wait()
         return inner(batch)
 
-    made._update.model.forward = forward  # type: ignore[method-assign]
+    made.model.forward = forward  # type: ignore[method-assign]
     made.fit(STEPS)
 
 

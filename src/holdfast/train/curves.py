@@ -332,11 +332,7 @@ class CurveScheduler(LRScheduler):
             raise UsageError("a curve needs the run's counters: give it to a Trainer as scheduler")
         factor = self._factor(position_of(counters, self._epoch.num_batches))
         for group in self.optimizer.param_groups:
-            rate = group["initial_lr"] * factor
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(float(rate))
-            else:
-                group["lr"] = rate
+            set_rate(group, group["initial_lr"] * factor)
 
     def get_last_lr(self) -> list[float | Tensor]:
         """Return the rate of each group of the optimizer."""
@@ -391,6 +387,14 @@ class CurveScheduler(LRScheduler):
                 self._marks.append(dict(now))
             began = {**self._marks[at], unit: end}
         return level
+
+
+def set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
+    """Set the learning rate of a group of parameters, in place if it is a tensor."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(float(rate))
+    else:
+        group["lr"] = rate
 
 
 def _copied(rate: Any) -> Any:

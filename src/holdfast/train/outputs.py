@@ -29,14 +29,6 @@ _EXPECTED = (
 class StepOutput:
     """Result of a loss function for one batch, as hooks and metrics get it.
 
-    Args:
-        loss: mean loss of the batch, a tensor of one number.
-        metrics: numbers by name, of which means are logged; a `Reduced` is reduced otherwise.
-        outputs: what metrics and hooks get; torchmetrics get `update(*outputs)` of a tuple such as
-            `(logits, labels)`.
-        weight: number of tokens or samples over which the loss is a mean; None: batches count
-            alike.
-
     >>> import torch
     >>> StepOutput(torch.tensor(1.5), weight=12).weight
     12
@@ -47,7 +39,8 @@ class StepOutput:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """Numbers by name, of which means are logged; a `Reduced` is reduced otherwise."""
     outputs: Any = None
-    """What the forward pass gave, for hooks and for metrics that are no means."""
+    """What hooks and metrics that are no means get; torchmetrics get `update(*outputs)` of a tuple
+    such as `(logits, labels)`."""
     weight: float | Tensor | None = None
     """Number of tokens or samples over which the loss is a mean, also as a tensor of one number.
     Gradients and metrics of a step are then means over all of these. None: batches count alike."""

@@ -124,7 +124,7 @@ def test_the_size_is_halved_until_it_fits_and_stays(
 ) -> None:
     made = auto(MemoryStore(), 3, error=SAYS[says], data=Loader(Noisy(), batch_size=8))
     made.fit(3)
-    loss = made._update.loss
+    loss = made._parts.update.loss
     assert loss.sizes == [8, 4, 2, 2, 2, 2, 2, 2, 2, 2, 2]
     assert caplog.text.count("out of memory with") == 2
     assert "out of memory with 4 samples at once" in caplog.text

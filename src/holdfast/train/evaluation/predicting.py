@@ -22,7 +22,7 @@ from holdfast.data import Loader, Stream
 from holdfast.errors import UsageError, some_of
 from holdfast.format.tensors import TensorSpec, lay_out, parse_header
 from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES
-from holdfast.system import sync
+from holdfast.system import replace_file
 from holdfast.train.argument_checks import check_range
 from holdfast.train.evaluation.validation import evaluating, undisturbed
 from holdfast.train.group import Group
@@ -236,7 +236,7 @@ class _Folder:
         if not self._files:
             raise UsageError("predict: the loader gave no batch")
         index = {"format": 1, "files": self._files, "num_samples": self._num_samples}
-        _replace_file(self._folder / _INDEX, [json.dumps(index, indent=1).encode()])
+        replace_file(self._folder / _INDEX, [json.dumps(index, indent=1).encode()])
 
 
 def _call_model(model: nn.Module, batch: Any) -> Any:
@@ -288,16 +288,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], number: int) -> None:
         pieces += [bytes(start - end), data]
         end = start + spec.nbytes
     pieces.append(bytes(file.nbytes - end))
-    _replace_file(path, pieces)
-
-
-def _replace_file(path: Path, pieces: Sequence[Any]) -> None:
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("wb") as file:
-        file.writelines(pieces)
-        file.flush()
-        sync(file.fileno())
-    aside.replace(path)
+    replace_file(path, pieces)
 
 
 def _read_part_file(path: Path) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.curves import EpochLength
 from holdfast.train.outputs import Image, StepOutput
 from holdfast.train.step.device_metrics import LazyMetrics, Mean, convert_metric, mean_of_ranks
-from holdfast.train.step.epoch_metrics import Scores
+from holdfast.train.step.epoch_metrics import Scores, tensors_in
 from holdfast.train.step.step import LossFunction, Update, evaluate, moved
 from holdfast.train.step.undo import StepUndo
 from holdfast.train.training import OF_VALIDATION, Metrics
@@ -67,30 +67,15 @@ class Downstream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
-    """Plan of validation: loaders, checks and interval.
-
-    Args:
-        data: a loader, or several by name. Each is read from its beginning every time: a `Loader`
-            draws the same random numbers again, a torch `DataLoader` new ones.
-        every: interval: "1ep" (the default), "0.5ep" (twice in an epoch), "500step", "1e6tok",
-            "0.1dur" (ten times in the whole run).
-        batches: limit of the batches of each loader; None: all.
-        at_end: whether to validate when the goal is reached, also if it is not due.
-        loss: function of the model and a batch, as the Trainer's, which None takes.
-        use_ema: whether to validate the averaged weights, if the Trainer keeps an average.
-        weigh: function from a batch to its weight in the means; None: the weight that the loss
-            gives, or its samples.
-        name: distinguishes several validations: metrics are then `val/<name>/…`.
-        downstream: checks without a loader, each a `Downstream`.
-        metrics: metrics that are no means, by name, such as torchmetrics: they get what the loss
-            gives as the `outputs` of a `StepOutput`.
-    """
+    """Plan of validation: loaders, checks and interval."""
 
     data: Any
-    """A loader, or several by name; each is iterated from its beginning every time."""
+    """A loader, or several by name. Each is read from its beginning every time: a `Loader` draws
+    the same random numbers again, a torch `DataLoader` new ones."""
     every: str | Time = "1ep"
-    """Interval, such as "500step". A part of an epoch, such as "0.5ep", is that part of its
-    optimizer steps, counted from the beginning of the run, and needs data with a length."""
+    """Interval, such as "500step", "1e6tok" or "0.1dur" (ten times in the whole run). A part of an
+    epoch, such as "0.5ep", is that part of its optimizer steps, counted from the beginning of the
+    run, and needs data with a length."""
     batches: int | None = None
     """Limit of the batches of each loader; None: all."""
     at_end: bool = True
@@ -107,8 +92,9 @@ class Validation:
     downstream: Sequence[Downstream] = ()
     """Further checks at each, or each n-th, of these validations."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """Metrics that are no means, by name: objects with `update`, `compute_metrics` and
-    `reset_metrics`, functions of all outputs, or `Measured`; each is of one loader at a time."""
+    """Metrics that are no means, by name: objects with `update`, `compute` and `reset`, such as
+    torchmetrics, functions of all outputs, or `Measured`; each is of one loader at a time. They get
+    the `outputs` of the loss function's `StepOutput`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -442,7 +428,7 @@ class Restarting:
 
 def size_of(batch: Any) -> int:
     """Count the samples of a batch: the first dimension of its first tensor."""
-    tensor = next(_iterate_tensors(batch), None)
+    tensor = next((item for item in tensors_in(batch) if item.dim()), None)
     if tensor is None:
         raise UsageError(
             "validation: the number of samples of a batch is unknown; give "
@@ -475,18 +461,6 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, is_training in modes:
             module.training = is_training
-
-
-def _iterate_tensors(batch: Any) -> Iterator[Tensor]:
-    if isinstance(batch, Tensor):
-        if batch.dim():
-            yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _iterate_tensors(value)
-    elif isinstance(batch, list | tuple):
-        for value in batch:
-            yield from _iterate_tensors(value)
 
 
 Watchers = Callable[[], Mapping[str, Sequence[str]]]

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError
 from holdfast.train.argument_checks import check_range
+from holdfast.train.curves import set_rate
 from holdfast.train.parts import TrainerParts
 from holdfast.train.step.device_metrics import RankMeans
 from holdfast.train.step.epoch_metrics import Scores
@@ -60,7 +61,7 @@ def find_learning_rate(
         for at, window in zip(range(steps), _windows(parts), strict=False):
             rate = lowest * (highest / lowest) ** (at / (steps - 1))
             for group, share in zip(groups, shares, strict=True):
-                _set_rate(group, rate * share)
+                set_rate(group, rate * share)
             smooth = _BETA * smooth + (1 - _BETA) * float(update(window)["loss"])
             loss = smooth / (1 - _BETA ** (at + 1))
             if not math.isfinite(loss):
@@ -109,13 +110,6 @@ def _windows(parts: TrainerParts) -> Iterator[list[Any]]:
             yield window
         if is_empty:
             raise UsageError("data gave no batch in a whole epoch")
-
-
-def _set_rate(group: dict[str, Any], rate: float) -> None:
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate
 
 
 def _steepest(rates: list[float], losses: list[float]) -> float | None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.system import sync
+from holdfast.system import replace_file, sync
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.callbacks.measuring import rates_of, read_numbers
 from holdfast.train.loggers.default import FLUSH_S, beyond_rates
@@ -131,17 +131,11 @@ class Csv(Logger):
         columns, rows = _read_csv_rows(self.path)
         rows = edit(rows)
         self._columns = [*dict.fromkeys((*columns, *(name for row in rows for name in row)))]
-        self._row, self._row_start = rows[-1] if rows else {}, 0
-        aside = self.path.with_name(f".{self.path.name}.new")
-        with aside.open("wb") as file:
-            if self._columns:
-                file.write(self._line({name: name for name in self._columns}))
-            for row in rows:
-                self._row_start = file.tell()
-                file.write(self._line(row))
-            file.flush()
-            sync(file.fileno())
-        aside.replace(self.path)
+        self._row = rows[-1] if rows else {}
+        lines = [self._line({name: name for name in self._columns})] if self._columns else []
+        lines += map(self._line, rows)
+        replace_file(self.path, lines)
+        self._row_start = sum(map(len, lines[:-1])) if rows else 0
         self._file = self.path.open("r+b")
         self._file.seek(0, os.SEEK_END)
 

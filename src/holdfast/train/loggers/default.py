@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
+from typing_extensions import override
 
 from holdfast.format.manifest import Timestamp
-from holdfast.system import sync
+from holdfast.system import replace_file, sync
 from holdfast.train.callbacks.hooks import Logger
 from holdfast.train.callbacks.measuring import rates_of
-from holdfast.train.outputs import Histogram, Image, Table
+from holdfast.train.outputs import Entry, Histogram, Image, Table
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
@@ -31,7 +32,31 @@ _NO_RATES: Mapping[str, Any] = {}
 _encode = msgspec.json.Encoder().encode
 
 
-class JsonLines(Logger):
+class EntryLogger(Logger):
+    """Logger that records entries of any kind by one method."""
+
+    def log_image(self, training: Training, name: str, image: Image) -> None:
+        """Record a picture of the step."""
+        self._log_entry(training, name, image)
+
+    def log_text(self, training: Training, name: str, text: str) -> None:
+        """Record a text of the step."""
+        self._log_entry(training, name, text)
+
+    def log_table(self, training: Training, name: str, table: Table) -> None:
+        """Record a table of the step."""
+        self._log_entry(training, name, table)
+
+    def log_histogram(self, training: Training, name: str, histogram: Histogram) -> None:
+        """Record a histogram of the step."""
+        self._log_entry(training, name, histogram)
+
+    def _log_entry(self, training: Training, name: str, entry: Entry) -> None:
+        """Record an entry; no-op outside of `fit`."""
+        raise NotImplementedError
+
+
+class JsonLines(EntryLogger):
     """Logger that writes one JSON object for each logged step: a consistent history of the run.
 
     When training begins or resumes, lines of steps after the checkpoint are dropped: those steps
@@ -72,32 +97,25 @@ class JsonLines(Logger):
         if found or not metrics:
             self._write_metrics(training.present_step, training.counters.timestamp, found, rates)
 
-    def log_image(self, training: Training, name: str, image: Image) -> None:
-        """Write the matrix that a picture shows; no-op outside of `fit`."""
-        if self._file is not None and image.values is not None:
-            rows = [[_finite(value) for value in row] for row in image.values]
-            self._write_line(training.present_step, training.counters.timestamp, {name: rows})
-
-    def log_text(self, training: Training, name: str, text: str) -> None:
-        """Write a line with the text; no-op outside of `fit`."""
-        if self._file is not None:
-            now = training.counters.timestamp
-            self._write_line(training.present_step, now, {}, texts={name: text})
-
-    def log_table(self, training: Training, name: str, table: Table) -> None:
-        """Write a line with the table; no-op outside of `fit`."""
-        if self._file is not None:
-            rows = [[_cell(value) for value in row] for row in table.rows]
-            found = {name: {"columns": [*table.columns], "rows": rows}}
-            now = training.counters.timestamp
-            self._write_line(training.present_step, now, {}, tables=found)
-
-    def log_histogram(self, training: Training, name: str, histogram: Histogram) -> None:
-        """Write a line with the histogram; no-op outside of `fit`."""
-        if self._file is not None:
-            now = training.counters.timestamp
-            found = {name: histogram.record}
-            self._write_line(training.present_step, now, {}, histograms=found)
+    @override
+    def _log_entry(self, training: Training, name: str, entry: Entry) -> None:
+        if self._file is None:
+            return
+        found: dict[str, Any] = {}
+        matrix: dict[str, Any] = {}
+        match entry:
+            case Image():
+                if entry.values is None:
+                    return
+                matrix = {name: [[_finite(value) for value in row] for row in entry.values]}
+            case Table():
+                rows = [[_cell(value) for value in row] for row in entry.rows]
+                found = {"tables": {name: {"columns": [*entry.columns], "rows": rows}}}
+            case Histogram():
+                found = {"histograms": {name: entry.record}}
+            case _:
+                found = {"texts": {name: entry}}
+        self._write_line(training.present_step, training.counters.timestamp, matrix, **found)
 
     def test_end(self, training: Training, at: Timestamp, metrics: Metrics) -> None:
         """Write the metrics of a test; outside of `fit` in place of an earlier line like it."""
@@ -208,12 +226,7 @@ def _drop_lines(path: Path, stays: Callable[[bytes], bool]) -> int:
     kept = [line for line in lines if stays(line)]
     if len(kept) == len(lines):
         return 0
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("wb") as file:
-        file.writelines(kept)
-        file.flush()
-        sync(file.fileno())
-    aside.replace(path)
+    replace_file(path, kept)
     return len(lines) - len(kept)
 
 

@@ -26,8 +26,8 @@ from holdfast.sinks.trackers import (
     WandbReferences,
     expect_models,
 )
-from holdfast.train.callbacks.hooks import Logger
-from holdfast.train.outputs import Histogram, Image, Table
+from holdfast.train.loggers.default import EntryLogger
+from holdfast.train.outputs import Entry, Histogram, Image, Table
 from holdfast.train.training import Metrics, Training
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class RunSink:
             self.target(event)
 
 
-class RunLogger(Logger):
+class RunLogger(EntryLogger):
     """Logs to one run of a service, and continues it after a resume.
 
     The run's id is in the checkpoints. Steps that are done again are logged once, where the
@@ -113,29 +113,11 @@ class RunLogger(Logger):
         if self._service is not None and self._replays.is_new(step):
             self._log(metrics, step, self._replays.position)
 
-    def log_image(self, training: Training, name: str, image: Image) -> None:
-        """Log a picture of the step."""
+    @override
+    def _log_entry(self, training: Training, name: str, entry: Entry) -> None:
         step = training.present_step
         if self._service is not None and self._replays.is_new(step):
-            self._log_image(name, image, step)
-
-    def log_text(self, training: Training, name: str, text: str) -> None:
-        """Log a text of the step."""
-        step = training.present_step
-        if self._service is not None and self._replays.is_new(step):
-            self._log_text(name, text, step)
-
-    def log_table(self, training: Training, name: str, table: Table) -> None:
-        """Log a table of the step."""
-        step = training.present_step
-        if self._service is not None and self._replays.is_new(step):
-            self._log_table(name, table, step)
-
-    def log_histogram(self, training: Training, name: str, histogram: Histogram) -> None:
-        """Log a histogram of the step."""
-        step = training.present_step
-        if self._service is not None and self._replays.is_new(step):
-            self._log_histogram(name, histogram, step)
+            self._record_entry(name, entry, step)
 
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
         """Log the cost of the load."""
@@ -170,20 +152,8 @@ class RunLogger(Logger):
         """Log metrics, and with them the position of the log."""
         raise NotImplementedError
 
-    def _log_image(self, name: str, image: Image, step: int) -> None:
-        """Log a picture; the position of the log comes with the metrics of the step."""
-        raise NotImplementedError
-
-    def _log_text(self, name: str, text: str, step: int) -> None:
-        """Log a text, as `_log_image` does a picture."""
-        raise NotImplementedError
-
-    def _log_table(self, name: str, table: Table, step: int) -> None:
-        """Log a table, as `_log_image` does a picture."""
-        raise NotImplementedError
-
-    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
-        """Log a histogram, as `_log_image` does a picture."""
+    def _record_entry(self, name: str, entry: Entry, step: int) -> None:
+        """Log an entry; the position of the log comes with the metrics of the step."""
         raise NotImplementedError
 
 
@@ -266,24 +236,20 @@ class MLflow(RunLogger):
         )
 
     @override
-    def _log_image(self, name: str, image: Image, step: int) -> None:
-        self._service.log_image(self._id, image.pixels, f"{name}/step{step}.png")
-
-    @override
-    def _log_text(self, name: str, text: str, step: int) -> None:
-        self._service.log_text(self._id, text, f"{name}/step{step}.txt")
-
-    @override
-    def _log_table(self, name: str, table: Table, step: int) -> None:
-        self._service.log_text(self._id, table.markdown, f"{name}/step{step}.md")
-
-    @override
-    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
-        text = json.dumps(histogram.record)
-        self._service.log_text(self._id, text, f"{name}/step{step}.json")
+    def _record_entry(self, name: str, entry: Entry, step: int) -> None:
+        path, log_text = f"{name}/step{step}", self._service.log_text
+        match entry:
+            case Image():
+                self._service.log_image(self._id, entry.pixels, f"{path}.png")
+            case Table():
+                log_text(self._id, entry.markdown, f"{path}.md")
+            case Histogram():
+                log_text(self._id, json.dumps(entry.record), f"{path}.json")
+            case _:
+                log_text(self._id, entry, f"{path}.txt")
 
 
-class TensorBoard(Logger):
+class TensorBoard(EntryLogger):
     """Logger of metrics, and of the costs of saves and loads, as scalars of their steps.
 
     When training begins or resumes, TensorBoard is asked to purge later steps, which will be done
@@ -312,25 +278,23 @@ class TensorBoard(Logger):
         """Write the metrics of the step."""
         self._write_scalars(metrics, training.present_step)
 
-    def log_image(self, training: Training, name: str, image: Image) -> None:
-        """Write a picture of the step."""
-        if self._writer is not None:
-            step = training.present_step
-            self._writer.add_image(name, image.pixels, step, dataformats="HWC")
-
-    def log_text(self, training: Training, name: str, text: str) -> None:
-        """Write a text of the step."""
-        if self._writer is not None:
-            self._writer.add_text(name, text, training.present_step)
-
-    def log_table(self, training: Training, name: str, table: Table) -> None:
-        """Write a table of the step, as a text in Markdown."""
-        self.log_text(training, name, table.markdown)
-
-    def log_histogram(self, training: Training, name: str, histogram: Histogram) -> None:
-        """Write a histogram of the step; no-op if it has no values."""
-        if self._writer is None or not histogram.counts:
+    @override
+    def _log_entry(self, training: Training, name: str, entry: Entry) -> None:
+        writer, step = self._writer, training.present_step
+        if writer is None:
             return
+        match entry:
+            case Image():
+                writer.add_image(name, entry.pixels, step, dataformats="HWC")
+            case Table():
+                writer.add_text(name, entry.markdown, step)
+            case Histogram():
+                if entry.counts:
+                    self._write_histogram(name, entry, step)
+            case _:
+                writer.add_text(name, entry, step)
+
+    def _write_histogram(self, name: str, histogram: Histogram, step: int) -> None:
         low, *limits = histogram.edges
         counts, total = [*histogram.counts], sum(histogram.counts)
         mean, variance = histogram.mean, histogram.std**2
@@ -343,7 +307,7 @@ class TensorBoard(Logger):
             sum_squares=total * (variance + mean**2),
             bucket_limits=limits,
             bucket_counts=counts,
-            global_step=training.present_step,
+            global_step=step,
         )
 
     def checkpoint_loaded(self, training: Training, checkpoint: Checkpoint, cost: Metrics) -> None:
@@ -439,24 +403,19 @@ class WeightsAndBiases(RunLogger):
         self._keep_position(position)
 
     @override
-    def _log_image(self, name: str, image: Image, step: int) -> None:
-        self._service.log({name: self._library.Image(image.pixels), "step": step})
-
-    @override
-    def _log_text(self, name: str, text: str, step: int) -> None:
-        self._log_table(name, Table(["text"], [[text]]), step)
-
-    @override
-    def _log_table(self, name: str, table: Table, step: int) -> None:
-        rows = [[*row] for row in table.rows]
-        shown = self._library.Table(columns=[*table.columns], data=rows)
+    def _record_entry(self, name: str, entry: Entry, step: int) -> None:
+        match entry:
+            case Image():
+                shown = self._library.Image(entry.pixels)
+            case Histogram():
+                if not entry.counts:
+                    return
+                shown = self._library.Histogram(np_histogram=(entry.counts, entry.edges))
+            case _:
+                table = entry if isinstance(entry, Table) else Table(["text"], [[entry]])
+                rows = [[*row] for row in table.rows]
+                shown = self._library.Table(columns=[*table.columns], data=rows)
         self._service.log({name: shown, "step": step})
-
-    @override
-    def _log_histogram(self, name: str, histogram: Histogram, step: int) -> None:
-        if histogram.counts:
-            shown = self._library.Histogram(np_histogram=(histogram.counts, histogram.edges))
-            self._service.log({name: shown, "step": step})
 
     def _keep_position(self, position: str) -> None:
         aside = self._position_file.with_suffix(".new")

@@ -112,7 +112,9 @@ class Batches:
         """Log a warning, once, if an epoch's end is detected only after its last step.
 
         `num_taken` batches of the epoch were taken."""
-        if not self._is_warned and not self._was_detectable(num_taken):
+        if self._is_warned or not self._is_trusted:
+            return
+        if not hasattr(self._data, "at_epoch_end") and length_of(self._data) != num_taken:
             self._is_warned = True
             logger.warning(
                 "data: only now is it known that step %d was the last of its epoch, so what is "
@@ -125,11 +127,6 @@ class Batches:
     def _says_end(self, num_taken: int) -> bool:
         declared = getattr(self._data, "at_epoch_end", None)
         return bool(num_taken == length_of(self._data) if declared is None else declared)
-
-    def _was_detectable(self, num_taken: int) -> bool:
-        if not self._is_trusted:
-            return True  # a warning was logged
-        return hasattr(self._data, "at_epoch_end") or length_of(self._data) == num_taken
 
 
 @check_arguments(but=("train", "val"))
@@ -197,13 +194,12 @@ class Limits:
         return data if limit is None else Head(data, _count_batches("val", limit, data))
 
 
-class Limited:
-    """Data whose epochs have so many batches; each continues where the one before ended."""
+class _ShortEpochs:
+    """Data whose epochs have a given number of batches."""
 
     def __init__(self, data: Any, size: int) -> None:
         self._data = data
-        length = length_of(data)
-        self._size = size if length is None else min(size, length)
+        self._size = size
         self._batch = 0
 
     def __len__(self) -> int:
@@ -214,6 +210,14 @@ class Limited:
     def at_epoch_end(self) -> bool:
         """Whether the epoch's last batch was taken, and no further one was requested."""
         return self._batch == self._size
+
+
+class Limited(_ShortEpochs):
+    """Data whose epochs have so many batches; each continues where the one before ended."""
+
+    def __init__(self, data: Any, size: int) -> None:
+        length = length_of(data)
+        super().__init__(data, size if length is None else min(size, length))
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch."""
@@ -264,24 +268,13 @@ class Head:
         return getattr(self._loader, name)
 
 
-class Overfit:
+class Overfit(_ShortEpochs):
     """The first batches of data, again and again in the same order."""
 
     def __init__(self, data: Any, size: int) -> None:
-        self._data = data
-        self._size = size
+        super().__init__(data, size)
         self._start = data.state_dict()
-        self._batch = 0
         self._batches: list[Any] | None = None
-
-    def __len__(self) -> int:
-        """Return the number of batches of an epoch."""
-        return self._size
-
-    @property
-    def at_epoch_end(self) -> bool:
-        """Whether the epoch's last batch was taken, and no further one was requested."""
-        return self._batch == self._size
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the batches."""

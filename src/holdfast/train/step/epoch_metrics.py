@@ -7,10 +7,11 @@ keeps their state for a checkpoint.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,15 +114,22 @@ class Perplexity:
         self.load_state_dict(state)
 
 
-class _Score(Protocol):
+class _Score(ABC):
     """Interface to a metric of any kind: an object, one of torchmetrics, or a function."""
 
+    @abstractmethod
     def add_values(self, values: Any) -> None: ...
+    @abstractmethod
     def compute_metric(self) -> Any: ...
+    @abstractmethod
     def reset_metric(self) -> None: ...
+    @abstractmethod
     def export_state(self) -> Any: ...
+    @abstractmethod
     def restore_state(self, state: Any) -> None: ...
-    def make_undo(self) -> Callable[[], None]: ...
+
+    def make_undo(self) -> Callable[[], None]:
+        return partial(self.restore_state, self.export_state())
 
 
 class Scores:
@@ -159,7 +167,7 @@ class Scores:
         self._count += 1
         self._gathered = None
         for name, score in self._scores.items():
-            values = _detached(self._inputs[name](batch, output))
+            values = _mapped(Tensor.detach, self._inputs[name](batch, output))
             try:
                 score.add_values(values)
             except TypeError as error:
@@ -338,7 +346,7 @@ def _syncing(metric: Any) -> list[tuple[str, Any]]:
     ]
 
 
-class _Syncing:
+class _Syncing(_Score):
     """Metric of torchmetrics, which exchanges its state in `compute`, on all ranks together."""
 
     def __init__(self, metric: Any) -> None:
@@ -346,7 +354,7 @@ class _Syncing:
         self._device: torch.device | None = None
 
     def add_values(self, values: Any) -> None:
-        device = next((item.device for item in _iterate_nested(values)), None)
+        device = next((item.device for item in tensors_in(values)), None)
         if device is not None and device != self._device:
             self._metric.to(device)
             self._device = device
@@ -379,11 +387,8 @@ class _Syncing:
             module._computed = None
         self._device = None
 
-    def make_undo(self) -> Callable[[], None]:
-        return partial(self.restore_state, self.export_state())
 
-
-class _Merging:
+class _Merging(_Score):
     """Object with `update` and `compute`; `merge_state` adds what those of other ranks have."""
 
     def __init__(self, metric: Any, group: Group) -> None:
@@ -410,11 +415,8 @@ class _Merging:
     def restore_state(self, state: Any) -> None:
         self._metric.load_state_dict(_cloned(state))
 
-    def make_undo(self) -> Callable[[], None]:
-        return partial(self.restore_state, self.export_state())
 
-
-class _Function:
+class _Function(_Score):
     """Function of the outputs of all batches, concatenated over batches and ranks."""
 
     def __init__(self, function: Callable[..., Any], group: Group) -> None:
@@ -501,10 +503,6 @@ def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
     return value
 
 
-def _detached(value: Any) -> Any:
-    return _mapped(Tensor.detach, value)
-
-
 def _cloned(value: Any) -> Any:
     return _mapped(lambda tensor: tensor.detach().clone(), value)
 
@@ -513,12 +511,13 @@ def _on_host(value: Any) -> Any:
     return _mapped(lambda tensor: tensor.detach().cpu(), value)
 
 
-def _iterate_nested(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors of a nested value."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _iterate_nested(item)
+            yield from tensors_in(item)
 
 
 def _describe_values(values: Any) -> str:
