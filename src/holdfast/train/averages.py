@@ -264,8 +264,8 @@ def widened(model: nn.Module) -> nn.Module:
 
 def pairs_of(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     """Pair what this rank holds of the parameters and buffers of two models of one structure."""
-    yield from _pairs(one.parameters(), other.parameters())
-    yield from _pairs(one.buffers(), other.buffers())
+    own, others = ((*model.parameters(), *model.buffers()) for model in (one, other))
+    return _pairs(own, others)
 
 
 def _pairs(own: Iterable[Tensor], other: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -169,18 +169,13 @@ def make_parts(given: Arguments, base: Foundation, callbacks: Callbacks) -> Trai
     check_parallel(named, model, base.strategy, numerics, every, group)
     scores = Scores(given.metrics or {}, group, what="metrics", is_saved=True)
     micro_batches = MicroBatches(given.micro_batch, group)
+    data = limits.of_data(given.data)
     extra, per_rank = marked(given.state or {})
     state: dict[str, Any] = {}
     nan = None if given.skip_nan is None else NanBudget(given.skip_nan, group, status, state)
-    data = limits.of_data(given.data)
-    optimizers = (
-        {f"optimizer-{name}": item for name, item in optimizer.items()}
-        if isinstance(optimizer, Mapping)
-        else {"optimizer": optimizer}
-    )
     own = {
         "model": model,
-        **optimizers,
+        **_name_optimizers(optimizer),
         **schedules.components,
         "scaler": numerics.scaler,
         "ema": ema and ema.model,
@@ -193,12 +188,7 @@ def make_parts(given: Arguments, base: Foundation, callbacks: Callbacks) -> Trai
         "metrics": scores if scores else None,
         "micro_batch": micro_batches if micro_batches.is_auto else None,
     }
-    state |= {name: value for name, value in own.items() if value is not None}
-    taken = [name for name in extra if name in state or name == RNG]
-    if taken:
-        raise UsageError(f"state: the Trainer has components named {taken} itself")
-    state |= extra
-    check_state(state)
+    _add_components(state, own, extra)
     check_held(state, given.loss)
     checkpoints.check_components({*state, RNG})
     undo = StepUndo(
@@ -277,6 +267,24 @@ def make_parts(given: Arguments, base: Foundation, callbacks: Callbacks) -> Trai
         log_every=given.log_every,
         seed=given.seed,
     )
+
+
+def _name_optimizers(optimizer: Any) -> dict[str, Any]:
+    if isinstance(optimizer, Mapping):
+        return {f"optimizer-{name}": item for name, item in optimizer.items()}
+    return {"optimizer": optimizer}
+
+
+def _add_components(
+    state: dict[str, Any], own: Mapping[str, Any], extra: Mapping[str, Any]
+) -> None:
+    """Add the Trainer's own components, without those that are None, and those of the caller."""
+    state |= {name: value for name, value in own.items() if value is not None}
+    taken = [name for name in extra if name in state or name == RNG]
+    if taken:
+        raise UsageError(f"state: the Trainer has components named {taken} itself")
+    state |= extra
+    check_state(state)
 
 
 def _checked_intervals(given: Arguments, checkpoints: Checkpoints) -> Trigger | SavePolicy | None:

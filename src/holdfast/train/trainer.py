@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ from holdfast.train.averages import SWA
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.callbacks.registry import Callbacks
 from holdfast.train.evaluation.evaluator import Evaluator, Validated, Which
-from holdfast.train.evaluation.predicting import Predictions
+from holdfast.train.evaluation.predicting import Outputs, Predictions, predict
 from holdfast.train.fit.fitting import run_fit
 from holdfast.train.fit.starting import Resuming, StartingPoint, check_load_best
 from holdfast.train.fit.tuner import LearningRateCurve, find_learning_rate
@@ -407,7 +408,7 @@ class Trainer:
         *,
         to: str | os.PathLike[str],
         which: Which | None = None,
-        outputs: Callable[[nn.Module, Any], Any] | None = None,
+        outputs: Outputs | None = None,
         use_ema: bool = True,
         batches_per_part: int = 100,
     ) -> Predictions:
@@ -426,14 +427,15 @@ class Trainer:
             batches_per_part: batches of a part, which are kept in memory until it is written.
         """
         build.check_loader(data)
-        return self._evaluator.predict(
-            data,
-            to=to,
-            which=which,
-            outputs=outputs,
-            use_ema=use_ema,
-            batches_per_part=batches_per_part,
-        )
+        with self._evaluator.lend_weights(which, use_ema=use_ema) as model:
+            return predict(
+                model,
+                data,
+                folder=Path(to),
+                outputs=outputs,
+                update=self._parts.update,
+                batches_per_part=batches_per_part,
+            )
 
     def find_learning_rate(
         self, *, lowest: float = 1e-7, highest: float = 1.0, steps: int = 100

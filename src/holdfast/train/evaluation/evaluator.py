@@ -10,7 +10,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ from holdfast.store.base import Store
 from holdfast.threads.workers import Threads
 from holdfast.train.argument_checks import check_counted
 from holdfast.train.callbacks.hooks import Callback
-from holdfast.train.evaluation.predicting import Outputs, Predictions, predict
 from holdfast.train.evaluation.validation import (
     TrainerValidations,
     Validation,
@@ -160,17 +158,9 @@ class Evaluator:
         with callbacks.closing(), self._parts.status.running(None, callbacks):
             return self._validate_each(targets, parts)
 
-    def predict(
-        self,
-        data: Any,
-        *,
-        to: str | os.PathLike[str],
-        which: Which | None,
-        outputs: Outputs | None,
-        use_ema: bool,
-        batches_per_part: int,
-    ) -> Predictions:
-        """Write the model's outputs for all samples of a loader into a folder."""
+    @contextmanager
+    def lend_weights(self, which: Which | None, *, use_ema: bool) -> Iterator[nn.Module]:
+        """Yield the model, or its average; a checkpoint, if named, is loaded for the block."""
         parts = self._parts
         with ExitStack() as stack:
             if which is not None:
@@ -181,14 +171,7 @@ class Evaluator:
             parts.share_buffers()
             chosen = self._choose_model(use_ema=use_ema)
             stack.callback(parts.update.parallel.reshard, chosen)
-            return predict(
-                chosen,
-                data,
-                folder=Path(to),
-                outputs=outputs,
-                update=parts.update,
-                batches_per_part=batches_per_part,
-            )
+            yield chosen
 
     def load_best(self, outcome: Outcome) -> Outcome:
         """Load the weights of the best checkpoint; adds a note on it to the outcome."""

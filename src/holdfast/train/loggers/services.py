@@ -138,6 +138,14 @@ class RunLogger(EntryLogger):
         finally:
             self.close(training)
 
+    def close(self, training: Training) -> None:
+        """End the run; a resume continues it."""
+        if self._service is not None:
+            self._end_run()
+            self._service = None
+        if self.sink is not None:
+            self.sink.target = None
+
     def state_dict(self) -> dict[str, str | None]:
         """Return the service's id of the run."""
         return {"id": self._id}
@@ -147,6 +155,10 @@ class RunLogger(EntryLogger):
         if set(state) != {"id"} or not isinstance(state["id"], str | None):
             raise UsageError(f"not the state of {type(self).__name__}: {sorted(state)}")
         self._id = state["id"]
+
+    def _end_run(self) -> None:
+        """End the run."""
+        raise NotImplementedError
 
     def _log(self, metrics: Metrics, step: int, position: str | None = None) -> None:
         """Log metrics, and with them the position of the log."""
@@ -208,13 +220,9 @@ class MLflow(RunLogger):
         """Record the status with which the run ends."""
         self._status = "FAILED" if isinstance(error, Exception) else "KILLED"
 
-    def close(self, training: Training) -> None:
-        """End the run; a resume continues it."""
-        if self._service is not None:
-            self._service.set_terminated(self._id, self._status)
-            self._service = None
-        if self.sink is not None:
-            self.sink.target = None
+    @override
+    def _end_run(self) -> None:
+        self._service.set_terminated(self._id, self._status)
 
     def _new_run(self) -> str:
         found = self._service.get_experiment_by_name(self._experiment)
@@ -376,13 +384,9 @@ class WeightsAndBiases(RunLogger):
         if self.sink is not None and not self._service.disabled:
             self.sink.target = WandbReferences(self._service)
 
-    def close(self, training: Training) -> None:
-        """End the run; a resume continues it."""
-        if self._service is not None:
-            self._service.finish()
-            self._service = None
-        if self.sink is not None:
-            self.sink.target = None
+    @override
+    def _end_run(self) -> None:
+        self._service.finish()
 
     @property
     def _position_file(self) -> Path:

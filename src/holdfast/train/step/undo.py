@@ -52,8 +52,6 @@ class StepUndo:
         self._small = small(state, "data")
         self._state = state
         self._modules = modules_of(state)
-        self._boundary: Boundary | None = None
-        self._weights: StateFingerprint | None = None
         self._is_validating = False
         """Whether a validation is under way that a stop may interrupt."""
         self._before_validation: StateFingerprint | None = None
@@ -63,9 +61,11 @@ class StepUndo:
         )
 
     def use_data(self, data: Any) -> None:
-        """Undo steps on this data from now on."""
+        """Undo steps on this data from now on, without a snapshot."""
         self._data = data
         self._can_interrupt = self._stop is not None and isinstance(data, Loader | Stream)
+        self._boundary: Boundary | None = None
+        self._weights: StateFingerprint | None = None
 
     def take_snapshot(self) -> None:
         """Take the snapshot, as the step that begins will change the state."""
