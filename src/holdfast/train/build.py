@@ -39,6 +39,7 @@ from holdfast.store.base import Store
 from holdfast.train.argument_checks import Counts, asks_for, check_range, checked_every
 from holdfast.train.averages import SWA, Average, EqualAverage, modules_of_averages
 from holdfast.train.callbacks.hooks import Callback, Logger
+from holdfast.train.callbacks.measuring import device_of
 from holdfast.train.callbacks.registry import Callbacks
 from holdfast.train.group import ALONE, Group, join_group
 from holdfast.train.loggers.default import JsonLines
@@ -116,12 +117,14 @@ class Arguments:
         return self.optimizer is not None and (self.loss is not None or self.update is not None)
 
 
-class Foundation:
+class ModelSetup:
     """The model of a Trainer on its device, its ranks, its callbacks, and where it saves."""
 
     def __init__(self, given: Arguments) -> None:
         device = checked_device(given.device)
-        self.group = group_for(given.strategy, device)
+        uses_fsdp = given.strategy == "fsdp2" or isinstance(given.strategy, FSDP2)
+        is_single = given.strategy == "single"
+        self.group = ALONE if is_single else join_group(device, also_alone=uses_fsdp)
         self.device = device_for(self.group, device, given.model)
         self.model = make_model(given.model, given.seed, self.device)
         self.strategy = chosen_strategy(given.strategy, self.model, self.group)
@@ -136,11 +139,11 @@ class Foundation:
 
     @property
     def device_type(self) -> str:
-        """Type of the device on which the model is."""
-        return device_type(self.model, self.device)
+        """Type of the device on which the model trains."""
+        return (device_of(self.model) if self.device is None else self.device).type
 
 
-def make_parts(given: Arguments, base: Foundation, callbacks: Callbacks) -> TrainerParts:
+def make_parts(given: Arguments, base: ModelSetup, callbacks: Callbacks) -> TrainerParts:
     """Make the parts of a Trainer, once its callbacks have seen the model."""
     model, group, checkpoints, limits = base.model, base.group, base.checkpoints, given.limits
     accumulate = 1 if limits.fast_dev_run else given.accumulate
@@ -312,13 +315,6 @@ def checked_device(given: str | torch.device | None) -> torch.device | None:
     if device.type != "cpu" and not _is_available(device):
         raise UsageError(f"device={given!r}: this machine has none")
     return device
-
-
-def group_for(strategy: Name | Strategy | None, device: torch.device | None) -> Group:
-    """Return the ranks that train together; opens the process group if there is none yet."""
-    if strategy == "single":
-        return ALONE
-    return join_group(device, also_alone=strategy == "fsdp2" or isinstance(strategy, FSDP2))
 
 
 def device_for(
@@ -496,14 +492,6 @@ def _with_plain_step(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "`loss`, and step with a closure there"
         ) from None
     return optimizer
-
-
-def device_type(model: nn.Module, device: torch.device | None) -> str:
-    """Return the type of the device that a model trains on; `device` is where it was moved."""
-    if device is not None:
-        return device.type
-    first = next(model.parameters(), None)
-    return "cpu" if first is None else first.device.type
 
 
 def checked_overlap(given: Mode | None, device_type: str) -> Mode:

@@ -175,7 +175,7 @@ class Trainer:
         callbacks = list(callbacks)
         arguments = {name: value for name, value in locals().items() if name != "self"}
         given = build.Arguments(**arguments)
-        base = build.Foundation(given)
+        base = build.ModelSetup(given)
         self.model = base.model
         self.checkpoints = base.checkpoints
         """The argument `checkpoints`, as a record: the root and how checkpoints are made."""
