@@ -6,8 +6,8 @@ Counters and average are components of the run: checkpoints hold them and a resu
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -245,3 +245,23 @@ def _are_numbers(value: Any) -> bool:
         and all(isinstance(key, str) and isinstance(one, float) for key, one in of.items())
         for name, of in value.items()
     )
+
+
+@contextmanager
+def kept_modes(*models: nn.Module) -> Iterator[None]:
+    """Restore the mode of each module, training or evaluation, after the block."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Set eval mode for the block; restores the mode of each module after it."""
+    with kept_modes(*models):
+        for model in models:
+            model.eval()
+        yield

@@ -192,7 +192,7 @@ def test_the_size_is_in_the_checkpoint_and_the_resume_is_exact(tmp_path: Path) -
     twice = auto(tmp_path / "twice", 3)
     twice.fit(6)
     torch.testing.assert_close(state(twice), expected, rtol=0, atol=0)
-    assert {*twice._update.loss.sizes} == {2}, "it was not tried again"
+    assert {*twice._parts.update.loss.sizes} == {2}, "it was not tried again"
     assert twice.state["micro_batch"].max_samples == 2
 
 

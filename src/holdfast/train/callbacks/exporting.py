@@ -21,7 +21,7 @@ from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.train.averages import AverageInModelDtypes
 from holdfast.train.callbacks.hooks import Logger
-from holdfast.train.training import Training
+from holdfast.train.training import Training, evaluating
 
 logger = logging.getLogger("holdfast")
 
@@ -134,20 +134,19 @@ class ExportModel(Logger):
         if self._call is None:
             raise UsageError("ExportModel: `fit` did not call the model: give inputs=")
         model = self._model(training)
-        modes = [(module, module.training) for module in model.modules()]
         args, named = self._call
-        try:
-            model.eval()
-            with torch.no_grad(), preserved(), tempfile.TemporaryDirectory() as folder:
-                for kind in kinds:
-                    path = Path(folder) / _make_name(training, kind)
-                    _write_program(model, args, named, self._dynamic_shapes, path)
-                self._store.make_folder("")
-                for path in sorted(Path(folder).iterdir()):
-                    self._store.put(path.name, path.read_bytes())
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with (
+            evaluating(model),
+            torch.no_grad(),
+            preserved(),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            for kind in kinds:
+                path = Path(folder) / _make_name(training, kind)
+                _write_program(model, args, named, self._dynamic_shapes, path)
+            self._store.make_folder("")
+            for path in sorted(Path(folder).iterdir()):
+                self._store.put(path.name, path.read_bytes())
         logger.info(
             "exported %s of step %d to %s", self._weights, training.counters.step, self._store.url
         )

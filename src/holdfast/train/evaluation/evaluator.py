@@ -82,10 +82,6 @@ class Target:
         """Load and verify the checkpoint's weights into modules, by component name; claims nothing.
 
         `edit` may change the stored state before it is compared with the modules.
-
-        Raises:
-            FormatError: the checkpoint is damaged.
-            MismatchError: the checkpoint does not fit; nothing was changed.
         """
         threads = Threads()
         reader = CheckpointSearch(

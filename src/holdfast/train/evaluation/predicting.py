@@ -24,10 +24,11 @@ from holdfast.format.tensors import TensorSpec, lay_out, parse_header
 from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES
 from holdfast.system import replace_file
 from holdfast.train.argument_checks import check_range
-from holdfast.train.evaluation.validation import evaluating, undisturbed
+from holdfast.train.evaluation.validation import undisturbed
 from holdfast.train.group import Group
 from holdfast.train.step.step import Update, moved
 from holdfast.train.strategies import is_sharded
+from holdfast.train.training import evaluating
 
 _INDEX = "predictions.json"
 _ONLY = "output"
@@ -194,11 +195,7 @@ class _Folder:
         self._num_samples = 0
 
     def prepare_folder(self) -> None:
-        """Make the folder.
-
-        Raises:
-            UsageError: it has predictions of an earlier call.
-        """
+        """Make the folder, which must have no predictions of an earlier call."""
         self._group.from_leader("preparing the folder of predictions", self._clear_folder)
 
     def _clear_folder(self) -> None:

@@ -34,7 +34,7 @@ from holdfast.train.step.device_metrics import LazyMetrics, Mean, convert_metric
 from holdfast.train.step.epoch_metrics import Scores, tensors_in
 from holdfast.train.step.step import LossFunction, Update, evaluate, moved
 from holdfast.train.step.undo import StepUndo
-from holdfast.train.training import OF_VALIDATION, Metrics
+from holdfast.train.training import OF_VALIDATION, Metrics, evaluating
 
 logger = logging.getLogger("holdfast")
 
@@ -448,19 +448,6 @@ def undisturbed() -> Iterator[None]:
         finally:
             for item, state in zip(devices, states, strict=True):
                 item.set_state(state)
-
-
-@contextmanager
-def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Set eval mode for the block; restore the mode of each module after it."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
 
 
 Watchers = Callable[[], Mapping[str, Sequence[str]]]

@@ -53,11 +53,7 @@ class StartingPoint:
         source: str | os.PathLike[str] | None,
         root: str | os.PathLike[str] | Store | Tiered | None,
     ) -> StartingPoint | None:
-        """Resolve the checkpoint that `source` names, for a run in `root`; None without a source.
-
-        Raises:
-            UsageError: `source` is neither a path nor a URL, or it is in `root` itself.
-        """
+        """Resolve the checkpoint that `source` names, for a run in `root` (None: none)."""
         if source is None:
             return None
         if not isinstance(source, str | os.PathLike):

@@ -24,6 +24,7 @@ from holdfast.train.step.epoch_metrics import Scores
 from holdfast.train.step.step import Update
 from holdfast.train.step.undo import Boundary, modules_of, small
 from holdfast.train.strategies import local
+from holdfast.train.training import kept_modes
 
 _DIVERGED = 4.0
 """A loss of so many times the best one ends the search, as in fast.ai's finder."""
@@ -80,23 +81,20 @@ def find_learning_rate(
 def _trial_update(parts: TrainerParts) -> Iterator[Update]:
     """Train in the block without callbacks and schedulers; restores the whole state after it."""
     kept, group = _Kept(parts.state, parts.data), parts.group
-    modules = modules_of(parts.state)
-    modes = [(inner, inner.training) for module in modules for inner in module.modules()]
-    parts.model.train()
-    try:
-        yield replace(
-            parts.update,
-            callbacks=parts.callbacks.without_any(),
-            schedulers=(),
-            scores=Scores({}, group, what="metrics"),
-            means=RankMeans(group),
-            begin_update=lambda: None,
-            nan=None,
-        )
-    finally:
-        kept.restore_weights()
-        for module, is_training in modes:
-            module.training = is_training
+    with kept_modes(*modules_of(parts.state)):
+        parts.model.train()
+        try:
+            yield replace(
+                parts.update,
+                callbacks=parts.callbacks.without_any(),
+                schedulers=(),
+                scores=Scores({}, group, what="metrics"),
+                means=RankMeans(group),
+                begin_update=lambda: None,
+                nan=None,
+            )
+        finally:
+            kept.restore_weights()
 
 
 def _windows(parts: TrainerParts) -> Iterator[list[Any]]:

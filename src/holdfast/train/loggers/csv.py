@@ -157,11 +157,7 @@ def _column(name: str) -> str:
 
 
 def _read_csv_rows(path: Path) -> tuple[list[str], list[Row]]:
-    """Read the columns and the whole rows.
-
-    Raises:
-        UsageError: the file was not written by a `Csv`.
-    """
+    """Read the columns and the whole rows of a file that a `Csv` has written."""
     text = path.read_text("utf-8", errors="replace") if path.exists() else ""
     header, *body = [*csv.reader(text.splitlines(keepends=True))] or [[]]
     if header and header[:2] != _FIRST:
