@@ -8,8 +8,8 @@ import time
 import torch
 from torch import nn
 
+from holdfast.state.capture.byrank import join_by_name
 from holdfast.state.capture.capture import capture
-from holdfast.state.planning.joining import join_by_name
 
 _ROUNDS = 5
 _CASES = ((4, 250), (16, 250), (16, 2500))

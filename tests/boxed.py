@@ -17,7 +17,7 @@ from holdfast.format.codec import CodecName, Compression, Encoding
 from holdfast.format.index import Places, StoredBlocks, TensorTable, decode_index, encode_index
 from holdfast.format.manifest import FileEntry, Manifest, decode_register, encode_manifest
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec, lay_out
-from holdfast.state.geometry import Box, whole_box
+from holdfast.state.shards import Box, whole_box
 
 BLOCK_NBYTES = 4096
 Cuts = Mapping[str, Sequence[Box]]

@@ -23,7 +23,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.ownership.annotations import reject
 from holdfast.policy.rules import All, Last
 from holdfast.policy.triggers import AtEnd, Every, On
-from holdfast.staging import image
+from holdfast.staging import arena
 from holdfast.store import open_store
 from holdfast.testing import Fault, FaultyStore
 from runs import Run, new_run
@@ -449,7 +449,7 @@ def test_memory_that_was_not_to_be_had_is_asked_for_again(
     with CheckpointManager(tmp_path, state) as manager:
         manager.save(1).wait()
         with monkeypatch.context() as patched:
-            patched.setattr(image, "Arena", _no_memory)
+            patched.setattr(arena, "Arena", _no_memory)
             state["tree"]["tensor"] = torch.zeros(3)
             with pytest.raises(OutOfMemory):
                 manager.save(2)

@@ -21,8 +21,12 @@ from holdfast.staging.device import refuse_capture
 from holdfast.state.modules import note_loaded
 from holdfast.state.patterns import convert_names
 from holdfast.state.planning.overrides import OptimizerOptions
-from holdfast.state.planning.schedulesettings import ScriptSchedules, check_override
-from holdfast.state.planning.settings import Rates, Settings
+from holdfast.state.planning.schedulesettings import (
+    Rates,
+    ScriptSchedules,
+    Settings,
+    check_override,
+)
 
 
 class ScriptSettings:

@@ -37,8 +37,7 @@ from holdfast.ownership.tiered_options import Tiered, TierRules
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import compile_label
 from holdfast.policy.rules import best_rules
-from holdfast.policy.schedule import SaveSchedule
-from holdfast.policy.texts import policy_of
+from holdfast.policy.schedule import SaveSchedule, policy_of
 from holdfast.ranks.chosen import GroupAlarm, coordinator_of
 from holdfast.ranks.coordinator import Coordinator, Processes
 from holdfast.replication.mirror import ownership
@@ -53,7 +52,7 @@ from holdfast.saving.validated import ValidatedSaves
 from holdfast.staging.overlap import Overlap
 from holdfast.state.capture.capture import Captured, Capturer
 from holdfast.state.capture.edits import edited
-from holdfast.state.capture.refusals import refusals, slots_stamp
+from holdfast.state.capture.lacking import refusals, slots_stamp
 from holdfast.state.components import RNG, check_state, marked, refuse_fsdp1, unwrapped
 from holdfast.threads.buffers import collector_paused
 

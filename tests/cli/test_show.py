@@ -10,7 +10,7 @@ import pytest
 from tests.cli.roots import Result, cut_off, flip, folder_of
 
 from boxed import reshard
-from holdfast.state.geometry import Box
+from holdfast.state.shards import Box
 
 Command = Callable[..., Result]
 

@@ -35,7 +35,7 @@ from holdfast.format.nodes import EnumValue
 from holdfast.maintenance.verify import verify_root
 from holdfast.manager import CheckpointManager
 from holdfast.root.catalog import Catalog
-from holdfast.staging.image import FileImage
+from holdfast.staging.arena import FileImage
 from holdfast.staging.stage import Stager
 from holdfast.state.capture.capture import capture
 from holdfast.store.local import LocalStore

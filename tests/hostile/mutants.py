@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.format import layout
 from holdfast.format.nodes import EnumValue
-from holdfast.loading import documents
+from holdfast.loading import block_reader
 from holdfast.state import trees as state_trees
 from holdfast.state.planning import merge, plans
 from holdfast.store.local import files as localfiles
@@ -43,7 +43,7 @@ def _no_name_checks() -> None:
 
 
 def _unpickle() -> None:
-    real = documents.read_file
+    real = block_reader.read_file
 
     def careless(*args: Any, **options: Any) -> bytes:
         data = real(*args, **options)
@@ -51,7 +51,7 @@ def _unpickle() -> None:
             pickle.loads(data)
         return data
 
-    documents.read_file = careless
+    block_reader.read_file = careless
 
 
 def _import_enumerations() -> None:
@@ -70,7 +70,7 @@ def _foreign_errors() -> None:
     def careless(*args: Any, **options: Any) -> Any:
         raise KeyError("weight")
 
-    documents.decode_index = careless
+    block_reader.decode_index = careless
 
 
 def _half_loads() -> None:

@@ -25,8 +25,7 @@ from holdfast.loading.open import Opened, open_checkpoint
 from holdfast.loading.tensor_reader import TensorReader
 from holdfast.manager import CheckpointManager
 from holdfast.root.catalog import Catalog
-from holdfast.state.geometry import Box, Span, boxes_of, packed
-from holdfast.state.shards import LocalShards
+from holdfast.state.shards import Box, LocalShards, Span, boxes_of, packed
 from holdfast.store.local import LocalStore
 from holdfast.threads.workers import Threads
 from holdfast.weights import load_weights

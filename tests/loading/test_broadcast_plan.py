@@ -8,7 +8,7 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import given
 
-from holdfast.loading.broadcast_plan import BlockTurn, Runs, runs_of, turns_of, windows
+from holdfast.loading.broadcast import BlockTurn, Runs, runs_of, turns_of, windows
 from holdfast.loading.plan import BlockId
 
 BLOCKS = [(file, number) for file in ("a", "b") for number in range(6)]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from holdfast import CheckpointManager
 from holdfast.errors import CorruptData, FormatError
 from holdfast.format.tensors import TensorSpec
-from holdfast.loading.columns import FreshTensors, UnreadTensors
+from holdfast.loading.assembly import FreshTensors, UnreadTensors
 from holdfast.loading.plan import Packed, Wanted
 from holdfast.staging.arena import Arena
 from holdfast.state.planning.copying import LARGE_NBYTES, LazyTensors, UnreadTensor

@@ -19,7 +19,7 @@ from holdfast.format.codec import CodecName
 from holdfast.format.index import TensorTable, decode_index, encode_index
 from holdfast.format.manifest import FileEntry, encode_manifest
 from holdfast.maintenance.verify import verify
-from holdfast.state.geometry import Box
+from holdfast.state.shards import Box
 from holdfast.store.local import LocalStore
 
 SHAPES = {"matrix": (40, 60), "deep": (9, 4, 11), "long": (5000,), "single": (1,), "none": (0, 3)}

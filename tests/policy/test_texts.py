@@ -22,8 +22,13 @@ from holdfast.policy.rules import (
     Within,
 )
 from holdfast.policy.savers import SavePolicy, SideSaver
-from holdfast.policy.schedule import SaveSchedule
-from holdfast.policy.texts import policies_of, policy_of, rule_of, rule_text
+from holdfast.policy.schedule import (
+    SaveSchedule,
+    policies_from_texts,
+    policy_of,
+    rule_of,
+    rule_text,
+)
 from holdfast.policy.triggers import AtEnd, AtStart, Every, On, When
 
 
@@ -96,7 +101,7 @@ def recorded(every: Any, *sides: SideSaver, length: str | None = None) -> Any:
 def test_intervals_are_read_back(every: Any, texts: dict[str, str]) -> None:
     policy, _ = recorded(every)
     assert policy.every == {"main": texts}
-    again = SaveSchedule(policies_of(policy.every)["main"])
+    again = SaveSchedule(policies_from_texts(policy.every)["main"])
     assert policy_of(Last(1), None, again, replaces=False).every == policy.every
 
 
@@ -121,6 +126,6 @@ def test_the_parts_of_side_savers_are_recorded() -> None:
 
 def test_a_text_of_others_that_is_too_long_is_refused_at_once() -> None:
     """A checkpoint may come from a stranger; a rule of 100,000 parts took three minutes."""
-    for read in (rule_of, lambda text: policies_of({"main": {"permanent": text}})):
+    for read in (rule_of, lambda text: policies_from_texts({"main": {"permanent": text}})):
         with pytest.raises(UsageError, match="700,006 characters; at most 10,000"):
             read("last:1," * 100_000 + "last:1")

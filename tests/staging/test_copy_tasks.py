@@ -15,11 +15,10 @@ from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.manager import CheckpointManager
 from holdfast.staging import copy_tasks as copying
+from holdfast.staging.arena import FileImage
 from holdfast.staging.copy_tasks import Bytes, TensorCopy
-from holdfast.staging.image import FileImage
 from holdfast.staging.in_memory import ImageTransfer
-from holdfast.staging.interfaces import Staged
-from holdfast.staging.layout import LARGE_NBYTES
+from holdfast.staging.interfaces import LARGE_NBYTES, Staged
 from holdfast.staging.stage import Stager
 from holdfast.state.capture.capture import Capturer, capture
 from holdfast.threads.workers import Workers

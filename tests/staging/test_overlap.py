@@ -23,7 +23,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.results import PendingSave
 from holdfast.saving import saver as saver_module
 from holdfast.session import Session
-from holdfast.staging import guard, image, in_memory
+from holdfast.staging import arena, guard, in_memory
 from holdfast.staging.in_memory import ImageTransfer
 from holdfast.staging.overlap import Mode
 from marks import full
@@ -73,7 +73,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
     monkeypatch.setattr(in_memory.ImageTransfer, "run_later", held)
     monkeypatch.setattr(guard.StepGuard, "wait_before_change", noted)
-    monkeypatch.setattr(image, "LARGE_NBYTES", 64)
+    monkeypatch.setattr(arena, "LARGE_NBYTES", 64)
     monkeypatch.setattr("holdfast.staging.overlap.LARGE_NBYTES", 64)
     yield made
     made.open()
@@ -228,7 +228,7 @@ def test_small_tensors_that_are_changed_behind_the_fence_fail_the_save(
     train(model, optimizer)
     state = {"model": model, "optimizer": optimizer}
     bias: Tensor = model[3].bias  # type: ignore[index,assignment]
-    assert bias.nbytes < image.LARGE_NBYTES
+    assert bias.nbytes < arena.LARGE_NBYTES
     with CheckpointManager(tmp_path, state, overlap=True) as manager:
         gate.open()
         for step in range(saves_before):
@@ -815,7 +815,7 @@ def test_an_interrupt_while_a_save_is_handed_over_leaves_each_save_its_own_state
 
     monkeypatch.setattr(saver_module, "write", held)
     monkeypatch.setattr("holdfast.staging.overlap.LARGE_NBYTES", 64)
-    monkeypatch.setattr(image, "LARGE_NBYTES", 64)
+    monkeypatch.setattr(arena, "LARGE_NBYTES", 64)
     with CheckpointManager(tmp_path, state, overlap=True) as manager:
         train(model, optimizer)
         with monkeypatch.context() as patch:

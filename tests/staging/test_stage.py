@@ -11,8 +11,7 @@ import pytest
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorSpec, lay_out
-from holdfast.staging.interfaces import BytesContent, Staged, StagingTransfer
-from holdfast.staging.layout import KnownFile
+from holdfast.staging.interfaces import BytesContent, KnownFile, Staged, StagingTransfer
 from holdfast.staging.stage import MIN_NBYTES, Grouping
 from holdfast.threads.workers import Workers
 

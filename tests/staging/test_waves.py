@@ -15,7 +15,7 @@ from holdfast import CheckpointManager
 from holdfast.errors import DeadlineExceeded, OutOfMemory, SaveFailed, StoreFull, UsageError
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.staging import pool
-from holdfast.staging.image import FileImage
+from holdfast.staging.arena import FileImage
 from holdfast.staging.waves import WaveTransfer
 from holdfast.store import open_store
 from holdfast.testing import Fault, FaultyStore

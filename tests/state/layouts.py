@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from holdfast.state.geometry import Box, Split
+from holdfast.state.shards import Box, Split
 
 
 @dataclass(frozen=True, slots=True)

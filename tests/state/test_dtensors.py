@@ -24,7 +24,7 @@ from holdfast.state.capture.capture import Capturer
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import StoredComponent
 from holdfast.state.leaves import local_of
-from holdfast.state.planning.destinations import placed_as
+from holdfast.state.planning.livevalues import placed_as
 from holdfast.state.shards import LocalShards, shards_of
 from state.layouts import Layout
 

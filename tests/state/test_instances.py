@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from holdfast.state.instances import instances_of
+from holdfast.state.capture.lacking import instances_of
 
 
 class Kind:

@@ -14,8 +14,8 @@ from torch import nn
 from holdfast.errors import UnsupportedState
 from holdfast.format.nodes import SizeTuple, TensorRef
 from holdfast.format.objects import decode_tree, document
+from holdfast.state.capture.byrank import join_by_name
 from holdfast.state.capture.capture import capture
-from holdfast.state.planning.joining import join_by_name
 from stages import Stage
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import MismatchError, UsageError
-from holdfast.state.prefixes import proposal
+from holdfast.state.selection import proposal
 from state.roundtrip import assert_same_tensors, digest, image
 
 

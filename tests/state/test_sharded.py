@@ -12,8 +12,8 @@ from torch import Tensor
 
 import marks
 import warm
-from holdfast.state.geometry import box_at
 from holdfast.state.shardplan import BoxTable, LeafTable, plan_writes
+from holdfast.state.shards import box_at
 from state.layouts import region
 
 SCRIPT = Path(__file__).with_name("sharded.py")

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from holdfast.errors import UnsupportedState
 from holdfast.format import layout as format_layout
 from holdfast.state import shardplan
-from holdfast.state.geometry import Box, box_at, boxes_of, corners, in_order, spans_of, whole_box
 from holdfast.state.shardplan import (
     BoxTable,
     LeafTable,
@@ -23,6 +22,7 @@ from holdfast.state.shardplan import (
     plan_writes,
     text_nbytes,
 )
+from holdfast.state.shards import Box, box_at, boxes_of, corners, in_order, spans_of, whole_box
 from state.layouts import Layout, layouts, region
 
 Rank = Sequence[Sequence[Box]]

@@ -14,8 +14,16 @@ from torch.distributed.tensor._dtensor_spec import ShardOrderEntry
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.format.objects import Refused
-from holdfast.state.geometry import Box, boxes_of, in_order, packed, spans_of, whole_box
-from holdfast.state.shards import LocalShards, shards_of
+from holdfast.state.shards import (
+    Box,
+    LocalShards,
+    boxes_of,
+    in_order,
+    packed,
+    shards_of,
+    spans_of,
+    whole_box,
+)
 from state.layouts import Layout, chunked_in, layouts, orders, region
 
 

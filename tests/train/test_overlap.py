@@ -11,7 +11,7 @@ import torch
 
 from holdfast.data import Loader
 from holdfast.root.catalog import Catalog
-from holdfast.staging import guard, image, in_memory
+from holdfast.staging import arena, guard, in_memory
 from holdfast.store import open_store
 from holdfast.train import Callback, Training, Validation
 from holdfast.train.build import checked_overlap
@@ -36,7 +36,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     monkeypatch.setattr(in_memory.ImageTransfer, "run_later", copy_late)
     monkeypatch.setattr(guard.StepGuard, "wait_before_change", wait_and_open)
-    monkeypatch.setattr(image, "LARGE_NBYTES", 4)
+    monkeypatch.setattr(arena, "LARGE_NBYTES", 4)
     monkeypatch.setattr("holdfast.staging.overlap.LARGE_NBYTES", 4)
     return opened
 

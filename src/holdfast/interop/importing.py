@@ -35,8 +35,7 @@ from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.root.catalog import Catalog
 from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.save import SaveRequest, write
-from holdfast.staging.interfaces import Staged, StagedContent, StagingTransfer
-from holdfast.staging.layout import KnownFile
+from holdfast.staging.interfaces import KnownFile, Staged, StagedContent, StagingTransfer
 from holdfast.staging.pool import Pool, PooledContent
 from holdfast.store import open_store
 from holdfast.store.base import Store

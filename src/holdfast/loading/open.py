@@ -12,7 +12,7 @@ import msgspec
 
 from holdfast.format.index import Index
 from holdfast.format.manifest import Manifest
-from holdfast.loading.documents import read_index, read_tree
+from holdfast.loading.block_reader import read_index, read_tree
 from holdfast.state.capture.byrank import part_of
 from holdfast.state.components import StoredComponent
 from holdfast.store.base import Store

@@ -20,10 +20,8 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import CorruptData, Tampered
-from holdfast.loading.block_reader import FileBlocks, begin_block, cached_block
-from holdfast.loading.broadcast import Exchanging
-from holdfast.loading.broadcast_plan import Sharing, runs_of
-from holdfast.loading.documents import check_size
+from holdfast.loading.block_reader import FileBlocks, begin_block, cached_block, check_size
+from holdfast.loading.broadcast import Exchanging, Sharing, runs_of
 from holdfast.loading.open import Opened
 from holdfast.loading.plan import BlockId, BlockRead, ReadPlan, Segment
 from holdfast.staging.device import pin

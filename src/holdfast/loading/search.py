@@ -35,7 +35,7 @@ from holdfast.errors import (
 from holdfast.events import Emitter
 from holdfast.format.layout import RNG, AttemptName, parse_attempt, writer_key
 from holdfast.format.manifest import Manifest
-from holdfast.loading.broadcast_plan import Sharing
+from holdfast.loading.broadcast import Sharing
 from holdfast.loading.open import Opened, open_checkpoint
 from holdfast.loading.optional_components import (
     MissingComponentPolicy,

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from holdfast.format.boxes import Column
 from holdfast.format.index import Places
-from holdfast.loading.assembly import Assembly
-from holdfast.loading.broadcast_plan import Sharing
-from holdfast.loading.columns import FreshTensors, UnreadTensors
+from holdfast.loading.assembly import Assembly, FreshTensors, UnreadTensors
+from holdfast.loading.broadcast import Sharing
 from holdfast.loading.open import Opened
 from holdfast.loading.pipeline import ReadPipeline
 from holdfast.loading.plan import (

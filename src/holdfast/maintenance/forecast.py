@@ -22,8 +22,7 @@ from holdfast.policy.retention import Decision, judge, may_rest_on, unmet
 from holdfast.policy.rule import MAIN, Candidate, Rule
 from holdfast.policy.rules import Nothing, recorded_time
 from holdfast.policy.savers import Due, SideSaver
-from holdfast.policy.schedule import SaveSchedule
-from holdfast.policy.texts import policies_of, rule_of
+from holdfast.policy.schedule import SaveSchedule, policies_from_texts, rule_of
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
@@ -237,7 +236,7 @@ class _Coming:
             return []
         found: list[tuple[Due, Timestamp]] = []
         with suppress(UsageError):  # the run does not count an interval's unit, or a text is wrong
-            every, parts = policies_of(policy.every), policy.parts
+            every, parts = policies_from_texts(policy.every), policy.parts
             names = [name for name in parts if name in every]
             sides = [SideSaver(n, every=every[n], components=parts[n]) for n in names]
             schedule, now = SaveSchedule(every[MAIN], sides), self._now

@@ -62,9 +62,8 @@ from holdfast.saving.shard_plan import (
     digest_column,
 )
 from holdfast.staging.interfaces import Staged
-from holdfast.state.capture.byrank import difference, join_rank_trees
+from holdfast.state.capture.byrank import JOINED, difference, join_by_name, join_rank_trees
 from holdfast.state.capture.capture import Captured
-from holdfast.state.planning.joining import JOINED, join_by_name
 from holdfast.state.samples import has_name, synchronized_names
 from holdfast.store.base import Store
 

@@ -52,8 +52,7 @@ from holdfast.saving.compression import Compressing
 from holdfast.saving.links import Links
 from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
 from holdfast.saving.write_files import FileToWrite, write_files
-from holdfast.staging.interfaces import BytesContent, Content, Staged
-from holdfast.staging.layout import KnownFile
+from holdfast.staging.interfaces import BytesContent, Content, KnownFile, Staged
 from holdfast.store.base import Store
 from holdfast.threads.workers import Workers
 

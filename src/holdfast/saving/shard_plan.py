@@ -19,14 +19,14 @@ from holdfast.format.index import Places, TensorTable, check_size
 from holdfast.format.layout import number_of_file, tensor_file
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.ranks.coordinator import RankFailure
-from holdfast.staging.layout import KnownFile
+from holdfast.staging.interfaces import KnownFile
 from holdfast.state.capture.byrank import key_of_rank
 from holdfast.state.capture.capture import Captured
 from holdfast.state.components import TRAINER, CapturedComponent
-from holdfast.state.geometry import Box, box_at, whole_box
 from holdfast.state.modules import buffer_names
 from holdfast.state.samples import UNKNOWN, Samples, first_difference, sample
 from holdfast.state.shardplan import BoxTable, Ints, LeafTable, plan_writes, text_nbytes
+from holdfast.state.shards import Box, box_at, whole_box
 
 _ALIKE = frozenset({"module", "optimizer"})
 """Kinds of components whose plain tensors training keeps equal on all ranks. Those of others come

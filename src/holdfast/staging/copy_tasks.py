@@ -13,8 +13,8 @@ from typing import Protocol
 from torch import Tensor, UntypedStorage
 
 from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.staging.arena import FileImage
 from holdfast.staging.device import DeviceCopy, begin_copies
-from holdfast.staging.image import FileImage
 from holdfast.state.planning.copying import copy_runs, is_plain
 
 AT_ONCE_NBYTES = 1 << 20

@@ -16,10 +16,9 @@ from typing import TypeAlias, cast
 from typing_extensions import override
 
 from holdfast.errors import DeadlineExceeded, time_limit
+from holdfast.staging.arena import FileImage
 from holdfast.staging.copy_tasks import Arrival, CopyTask, Work
-from holdfast.staging.image import FileImage
-from holdfast.staging.interfaces import StagedContent, StagingTransfer
-from holdfast.staging.layout import KnownFile
+from holdfast.staging.interfaces import KnownFile, StagedContent, StagingTransfer
 from holdfast.state.planning.copying import Shared
 from holdfast.threads.workers import Workers
 

@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 
 from holdfast.events import Emitter
 from holdfast.format.tensors import TensorSpec
+from holdfast.staging.arena import FileImage
 from holdfast.staging.guard import Guarded, Overlapped, StepGuard, guard
-from holdfast.staging.image import FileImage
 from holdfast.staging.in_memory import ImageTransfer
-from holdfast.staging.interfaces import Staged
-from holdfast.staging.layout import LARGE_NBYTES
+from holdfast.staging.interfaces import LARGE_NBYTES, Staged
 from holdfast.state.capture.capture import Captured
 from holdfast.state.components import CapturedComponent
 

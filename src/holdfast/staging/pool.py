@@ -10,8 +10,7 @@ from typing_extensions import override
 from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.format.blocks import block_digest
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.staging.interfaces import StagedContent
-from holdfast.staging.layout import KnownFile
+from holdfast.staging.interfaces import KnownFile, StagedContent
 from holdfast.threads.buffers import allocate_pages
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.tensors import TensorSpec, lay_out
+from holdfast.staging.arena import FileImage
 from holdfast.staging.copy_tasks import (
     Runs,
     SmallCopy,
@@ -25,10 +26,8 @@ from holdfast.staging.copy_tasks import (
     arrivals_of,
     small_runs_of,
 )
-from holdfast.staging.image import FileImage
 from holdfast.staging.in_memory import ImageTransfer
-from holdfast.staging.interfaces import Staged, StagingTransfer
-from holdfast.staging.layout import KnownFile
+from holdfast.staging.interfaces import KnownFile, Staged, StagingTransfer
 from holdfast.staging.pool import Pool
 from holdfast.staging.waves import WaveTransfer
 from holdfast.state.capture.capture import Captured

@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.staging.interfaces import StagingTransfer
-from holdfast.staging.layout import KnownFile
+from holdfast.staging.interfaces import KnownFile, StagingTransfer
 from holdfast.staging.pool import Pool, PooledContent
 from holdfast.threads.workers import Workers
 

@@ -35,10 +35,8 @@ from holdfast.state.planning.copying import (
 )
 from holdfast.state.planning.livevalues import revive
 from holdfast.state.planning.merge import Claims, is_writable_in_place
-from holdfast.state.planning.plans import LoadPlan
-from holdfast.state.planning.trial import undo_changes
-from holdfast.state.prefixes import proposal
-from holdfast.state.selection import NOT_LOADED, Problems, Wishes
+from holdfast.state.planning.plans import LoadPlan, undo_changes
+from holdfast.state.selection import NOT_LOADED, Problems, Wishes, proposal
 from holdfast.state.trees import Lifting, Skeleton, encoded, keys_in, owned
 from holdfast.state.unsaved import buffers_of, difference, other_size
 

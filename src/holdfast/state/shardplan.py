@@ -16,7 +16,7 @@ import numpy as np
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.layout import MAX_TENSOR_FILE_NBYTES, MAX_TENSORS_PER_FILE
-from holdfast.state.geometry import Box, box_at, box_of, corners, whole_box
+from holdfast.state.shards import Box, box_at, box_of, corners, whole_box
 
 Ints: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]

@@ -20,8 +20,8 @@ from holdfast.errors import FormatError
 from holdfast.interop.exporting.values import PlacedTensor, Values
 from holdfast.interop.reading import read_whole
 from holdfast.interop.source import Source
-from holdfast.state.geometry import Box
 from holdfast.state.leaves import TORCH_DTYPES
+from holdfast.state.shards import Box
 
 _Path = tuple[str | int, ...]
 

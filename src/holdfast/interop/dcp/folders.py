@@ -45,7 +45,7 @@ from holdfast.interop.dcp.writer import HoldfastWriter
 from holdfast.interop.source import Source
 from holdfast.keys import Encryption
 from holdfast.results import Checkpoint, build_checkpoint
-from holdfast.state.geometry import Box
+from holdfast.state.shards import Box
 from holdfast.store.base import Store
 
 METADATA = ".metadata"

@@ -38,9 +38,8 @@ from holdfast.ownership.claim import dropped
 from holdfast.root.address import split_source
 from holdfast.root.catalog import Entry
 from holdfast.state.capture.byrank import BY_RANK
-from holdfast.state.geometry import Box
 from holdfast.state.leaves import TORCH_DTYPES
-from holdfast.state.shards import LocalShards
+from holdfast.state.shards import Box, LocalShards
 from holdfast.state.trees import decode_skeleton, keys_in
 from holdfast.store.base import Store
 from holdfast.threads.workers import Threads

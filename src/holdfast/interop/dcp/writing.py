@@ -13,8 +13,7 @@ from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.root.commit import SaveAttempt
 from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.save import AttemptFiles, Tools
-from holdfast.staging.interfaces import Staged
-from holdfast.staging.layout import KnownFile
+from holdfast.staging.interfaces import KnownFile, Staged
 from holdfast.staging.pool import Pool
 from holdfast.staging.waves import WaveContent, WaveTransfer
 

@@ -31,8 +31,7 @@ from holdfast.interop.source import BlockDigests, LeftOut, Source, SourceCompone
 from holdfast.interop.sources.recognising import first_bytes
 from holdfast.interop.sources.web import names_checkpoint
 from holdfast.keys import Encryption
-from holdfast.loading.block_reader import FileBlocks
-from holdfast.loading.documents import check_size, read_index, read_tree
+from holdfast.loading.block_reader import FileBlocks, check_size, read_index, read_tree
 from holdfast.ownership.access import located
 from holdfast.root.address import split_folder, split_source
 from holdfast.root.catalog import is_root

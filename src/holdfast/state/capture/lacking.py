@@ -1,4 +1,4 @@
-"""Checks for what a training state lacks: parameters, the optimizer, a position in the data.
+"""Checks for what a training state lacks, and for what no save of it could hold.
 
 A parameter that an optimizer has and no component saves is trained, and starts again from its
 first value after a resume. Knows no loader but torch's own; `holdfast.data` is above this package.
@@ -6,8 +6,9 @@ first value after a resume. Knows no loader but torch's own; `holdfast.data` is 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -17,11 +18,19 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from holdfast.state import optimizers
-from holdfast.state.components import ParameterNames, parameter_names
+from holdfast.state.collecting import Leaves
+from holdfast.state.components import (
+    ParameterNames,
+    cleaner_of,
+    is_of_fsdp,
+    kind_of,
+    parameter_names,
+    unwrap_module,
+)
 from holdfast.state.generators import is_global
-from holdfast.state.instances import instances_of
-from holdfast.state.leaves import local_of, refusal, span
+from holdfast.state.leaves import PASSING, local_of, refusal, span
 from holdfast.state.selection import shortened
+from holdfast.state.trees import encoded
 
 Stepped: TypeAlias = "tuple[Optimizer, GradScaler | None]"
 """An optimizer that steps, and the scaler whose `step` calls it."""
@@ -230,3 +239,90 @@ def is_outside(state: Mapping[str, Any]) -> bool:
         for name, value in state.items()
         if not isinstance(value, nn.Module)
     )
+
+
+T = TypeVar("T")
+
+
+def instances_of(kind: type[T]) -> list[T]:
+    """List the live objects of a class and of its subclasses, in any thread.
+
+    `gc.get_objects()` must not be used for this: it also returns tuples that other threads are
+    still building, and CPython fails there with a SystemError or a crash if somebody holds one.
+    """
+    kinds, new = {kind}, [kind]
+    while new:
+        found: list[type[Any]] = new.pop().__subclasses__()
+        kinds.update(found)
+        new += found
+    # By type, as `isinstance` would call proxies.
+    return [item for item in gc.get_referrers(*kinds) if type(item) in kinds]
+
+
+def refusals(state: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """List (path, reason) of everything found that can never be saved."""
+    modules = ((name, value) for name, value in state.items() if isinstance(value, nn.Module))
+    names = parameter_names(modules)
+    found = []
+    for component, value in state.items():
+        leaves = Leaves(component=component, is_shared=True)
+        kind = kind_of(value)
+        if kind == "optimizer":
+            leaves.key_of = optimizers.slot_path
+            optimizers.capture_optimizer(optimizers.inspect(value, names), leaves)
+        elif kind == "module":
+            encoded(_entries_of(value), leaves)
+        elif kind == "tree":
+            encoded(value, leaves)
+        elif isinstance(value, LRScheduler) and _is_of_torch(type(value).state_dict):
+            encoded(value.state_dict(), leaves)
+        found += [item for item in leaves.offenders if item[1] not in PASSING]
+    return found
+
+
+def slots_stamp(state: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return what changes when an optimizer has made further slots: counts, in microseconds."""
+    return [_num_slots(value) for value in state.values() if isinstance(value, Optimizer)]
+
+
+def _num_slots(optimizer: Optimizer) -> tuple[int, int]:
+    state = vars(optimizer).get("state")
+    if not isinstance(state, dict) or not state:
+        return 0, 0
+    last = next(reversed(state.values()))
+    return len(state), len(last) if isinstance(last, dict) else 0
+
+
+def _entries_of(wrapped: nn.Module) -> dict[str, Tensor]:
+    module = unwrap_module(wrapped)
+    clean = cleaner_of(module).clean
+    return {clean(raw): tensor for raw, tensor in _entries(module, "")}
+
+
+def _entries(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield what the `state_dict` of a module will have, but for modules with code of their own."""
+    own = vars(module)
+    if not isinstance(own.get("_parameters"), dict) or not _saves_plainly(module):
+        return
+    for name, tensor in {**module._parameters, **module._buffers}.items():
+        if tensor is not None and name not in module._non_persistent_buffers_set:
+            # As `state_dict` does: what a subclass of Parameter gives may be a plain tensor.
+            yield prefix + name, tensor if is_lazy(tensor) else tensor.detach()
+    for name, inner in module._modules.items():
+        if inner is not None:
+            yield from _entries(inner, f"{prefix}{name}.")
+
+
+def _saves_plainly(module: nn.Module) -> bool:
+    kind = type(module)
+    return (
+        kind.state_dict is nn.Module.state_dict
+        and kind._save_to_state_dict is nn.Module._save_to_state_dict
+        and vars(module).keys().isdisjoint({"state_dict", "_save_to_state_dict"})
+        and not module._state_dict_hooks
+        and all(map(is_of_fsdp, module._state_dict_pre_hooks.values()))
+    )
+
+
+def _is_of_torch(function: Any) -> bool:
+    return getattr(function, "__module__", "").startswith("torch.")

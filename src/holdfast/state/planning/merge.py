@@ -34,8 +34,7 @@ from holdfast.state.planning.copying import (
     fetched,
     in_parts,
 )
-from holdfast.state.planning.destinations import placed_as
-from holdfast.state.planning.livevalues import revived
+from holdfast.state.planning.livevalues import placed_as, revived
 from holdfast.state.selection import shortened
 from holdfast.state.trees import (
     Lifting,
