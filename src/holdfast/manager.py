@@ -23,7 +23,7 @@ from holdfast.events import Sink, log_event
 from holdfast.format.manifest import Timestamp
 from holdfast.keys import Encryption
 from holdfast.load_controller import LoadController
-from holdfast.loading.search import LoadOptions, Rename, Unhealthy
+from holdfast.loading.search import LoadOptions, Unhealthy
 from holdfast.ownership.annotations import Marking
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.clock import Time
@@ -41,6 +41,7 @@ from holdfast.session import NEVER_QUIET, Calls, Session, count_calls
 from holdfast.staging.overlap import Mode
 from holdfast.state.capture.edits import Edit
 from holdfast.state.patterns import convert_names
+from holdfast.state.selection import RenameRule
 from holdfast.store.base import Store
 from holdfast.threads.buffers import collector_paused
 
@@ -393,7 +394,7 @@ class CheckpointManager(Marking):
         *,
         components: Iterable[str] | None = None,
         strict: bool = True,
-        rename: Rename = None,
+        rename: RenameRule = None,
         include: Iterable[str] = (),
         skip: Iterable[str] = (),
         edit: Edit | None = None,

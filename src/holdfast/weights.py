@@ -20,7 +20,7 @@ from holdfast.interop.opening import open_source
 from holdfast.interop.reading import read_pieces
 from holdfast.interop.source import Source, lost_tensors
 from holdfast.keys import Encryption
-from holdfast.loading.search import CheckpointSearch, LoadOptions, Rename
+from holdfast.loading.search import CheckpointSearch, LoadOptions
 from holdfast.ownership.access import located
 from holdfast.ownership.leases import KeptEntry
 from holdfast.results import Checkpoint, build_checkpoint
@@ -31,6 +31,7 @@ from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.modules import note_loaded
 from holdfast.state.patterns import Entries, convert_names
 from holdfast.state.planning.copying import bytes_of
+from holdfast.state.selection import RenameRule
 from holdfast.store.base import Store
 from holdfast.threads.workers import Threads
 
@@ -63,7 +64,7 @@ def load_weights(
     which: int | str | None = None,
     component: str = "model",
     strict: bool = True,
-    rename: Rename = None,
+    rename: RenameRule = None,
     include: Iterable[str] = (),
     skip: Iterable[str] = (),
     edit: Edit | None = None,
@@ -80,7 +81,7 @@ def load_weights(
     which: int | str | None = None,
     component: str = "model",
     strict: bool = True,
-    rename: Rename = None,
+    rename: RenameRule = None,
     include: Iterable[str] = (),
     skip: Iterable[str] = (),
     edit: Edit | None = None,

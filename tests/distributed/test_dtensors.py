@@ -21,6 +21,7 @@ from holdfast.state.apply import Prepared, prepare
 from holdfast.state.capture.capture import Captured, Capturer
 from holdfast.state.components import StoredComponent
 from holdfast.state.leaves import local_of
+from holdfast.state.selection import StateLoadOptions
 from state.layouts import region
 
 Wrap: TypeAlias = Callable[[nn.Module], None]
@@ -222,7 +223,7 @@ def check_loaded(wholes: Wholes, state: Mapping[str, Any]) -> None:
 
 def load(state: Mapping[str, Any], stored: Stored, wholes: Wholes) -> Prepared:
     """Load into a state, and train on; the optimizer must work on what was made."""
-    prepared = prepare(state, stored, where="the checkpoint", rng=False)
+    prepared = prepare(state, stored, where="the checkpoint", options=StateLoadOptions(rng=False))
     prepared.apply_values(parts_for(prepared, wholes))
     check_loaded(wholes, state)
     return prepared

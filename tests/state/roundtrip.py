@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from holdfast.state.apply import Prepared, prepare
 from holdfast.state.capture.capture import Captured, capture
 from holdfast.state.components import StoredComponent
+from holdfast.state.selection import StateLoadOptions
 
 
 class Image:
@@ -38,7 +39,7 @@ class Image:
                 assert spec.shape == tuple(self.tensors[name][spec.key].shape)
 
     def prepare(self, state: Mapping[str, Any], **options: Any) -> Prepared:
-        return prepare(state, self.stored, where="step-1", **options)
+        return prepare(state, self.stored, where="step-1", options=StateLoadOptions(**options))
 
     def load(self, state: Mapping[str, Any], **options: Any) -> Prepared:
         """Apply to live objects; only the needed tensors are handed over, as views."""

@@ -25,6 +25,7 @@ from holdfast.state.collecting import Leaves
 from holdfast.state.components import StoredComponent
 from holdfast.state.leaves import local_of
 from holdfast.state.planning.livevalues import placed_as
+from holdfast.state.selection import StateLoadOptions
 from holdfast.state.shards import LocalShards, shards_of
 from state.layouts import Layout
 
@@ -59,7 +60,9 @@ def stored_of(state: Mapping[str, Any]) -> dict[str, StoredComponent]:
 
 
 def prepared_for(live: Mapping[str, Any], saved: Mapping[str, Any]) -> Prepared:
-    return prepare(live, stored_of(saved), where="the checkpoint", rng=False)
+    return prepare(
+        live, stored_of(saved), where="the checkpoint", options=StateLoadOptions(rng=False)
+    )
 
 
 def test_values_that_are_not_reduced_are_refused_by_name() -> None:
@@ -218,7 +221,9 @@ def test_a_tree_that_holds_a_modules_dtensor_gets_one_of_its_own() -> None:
     live = {"model": model, "best": model.state_dict()}
     before = local_of(model.w).clone()
     stored = stored_of({"model": model, "best": {"w": ROWS.whole}})
-    prepared = prepare(live, {"best": stored["best"]}, where="x", components=["best"])
+    prepared = prepare(
+        live, {"best": stored["best"]}, where="x", options=StateLoadOptions(components=["best"])
+    )
     prepared.apply_values({"best": {"w": torch.full((3, 3), 7)}})
     assert torch.equal(local_of(model.w), before)
     assert isinstance(live["best"]["w"], DTensor)
@@ -274,10 +279,12 @@ def test_a_slot_of_another_shape_is_refused_unless_a_live_one_tells_its_placemen
     for has_slots in (False, True):
         live = {"model": model, "optimizer": with_rows(model, has_slots)}
         if has_slots:
-            assert not prepare(live, saved, where="x", rng=False).shards.get("optimizer")
+            assert not prepare(
+                live, saved, where="x", options=StateLoadOptions(rng=False)
+            ).shards.get("optimizer")
             continue
         with pytest.raises(MismatchError, match=r"w\.row: stored \[5\].*make one optimizer step"):
-            prepare(live, saved, where="x", rng=False)
+            prepare(live, saved, where="x", options=StateLoadOptions(rng=False))
 
 
 def fully_sharded(num_rows: int) -> nn.Module:

@@ -17,6 +17,7 @@ from holdfast.state.capture.capture import Captured, Capturer, capture
 from holdfast.state.capture.edits import StateView, edited, edited_load
 from holdfast.state.capture.views import ComponentView
 from holdfast.state.components import StoredComponent
+from holdfast.state.selection import StateLoadOptions
 from state.roundtrip import Image, as_view, digest, image, raw_bytes, train
 
 Edit = Callable[[StateView], None]
@@ -51,7 +52,7 @@ def load(saved: Image, live: dict[str, Any], edit: Edit, **options: Any) -> Prep
         where="step-1",
         read=lambda name: {key: as_view(value) for key, value in saved.tensors[name].items()},
     )
-    prepared = prepare(live, found.components, where="step-1", **options)
+    prepared = prepare(live, found.components, where="step-1", options=StateLoadOptions(**options))
     prepared.apply_values(
         {
             name: {key: found.tensors[name].get(key, saved.tensors[name].get(key)) for key in keys}

@@ -22,6 +22,7 @@ from holdfast.state.leaves import DTYPE_NAMES
 from holdfast.state.planning import merge
 from holdfast.state.planning.copying import copy_tensors
 from holdfast.state.planning.merge import Claims, Merge, Placement
+from holdfast.state.selection import StateLoadOptions
 from holdfast.state.trees import decode_skeleton
 from holdfast.store.memory import MemoryStore
 from state.roundtrip import image, packed
@@ -338,7 +339,7 @@ def test_a_node_that_does_not_fit_its_tensor_is_refused(
     )
     tensor = torch.zeros(2, 2, dtype=dtype)
     live = {"data": {"a": tensor} if has_live else {}}
-    load = prepare(live, {"data": stored}, where="x", components=["data"])
+    load = prepare(live, {"data": stored}, where="x", options=StateLoadOptions(components=["data"]))
     with pytest.raises(FormatError, match=why):
         load.apply_values({"data": {"a": values}})
     assert not tensor.any()

@@ -112,10 +112,6 @@ class SkippedComponents:
         """Names of all these components."""
         return (*self.new, *self.without)
 
-    def without_them(self, components: Collection[str] | None) -> Collection[str] | None:
-        """Return the components that a caller named, less the one-sided ones; None: all."""
-        return components and [name for name in components if name not in self.component_names]
-
     @property
     def skip_notes(self) -> tuple[str, ...]:
         """Text for each of these components that says what the load did."""

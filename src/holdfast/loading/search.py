@@ -50,11 +50,10 @@ from holdfast.root.catalog import Catalog, Entry
 from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
 from holdfast.state.capture.edits import Edit, EditedLoad, edited_load
 from holdfast.state.planning.copying import Stored
-from holdfast.state.selection import Selection
+from holdfast.state.selection import StateLoadOptions
 from holdfast.store.base import Store
 from holdfast.threads.workers import Threads
 
-Rename = Mapping[str, str] | Callable[[str], str] | None
 Unhealthy = Literal["avoid", "accept"]
 """How resume treats an unhealthy checkpoint: "avoid" uses it only if there is no other."""
 StoredTensors = Mapping[str, Mapping[str, Stored]]
@@ -67,28 +66,14 @@ _MAX_LOOKS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """Options of a load: which part of a checkpoint is loaded, and how."""
+class LoadOptions(StateLoadOptions):
+    """Options of a load: which part of a checkpoint is loaded, and how it is read."""
 
-    components: Collection[str] | None = None
-    """Names of the components to load; None: all."""
-    strict: bool = True
-    """Whether missing and unexpected leaves, and arguments that name nothing, are an error."""
-    is_grown: bool = False
-    """Whether modules may have gained or lost parameters since; the load is still full."""
-    rename: Rename = None
-    """Mapping or function from stored paths to live paths; None: they are the same."""
-    include: Collection[str] = ()
-    """Load only these: components, `component.path` or what is above it, patterns. Empty: all."""
-    skip: Collection[str] = ()
-    """Parts of `include` that are not loaded; entries have the same form."""
     edit: Edit | None = None
     """Callback that edits the stored values before they are compared with the live state. It may
     be called again with a new view: for an older checkpoint, when this one proves damaged."""
     verify: bool = True
     """Whether digests are checked."""
-    rng: bool = True
-    """Whether generator states are restored."""
     in_place: bool = False
     """Whether bytes are read straight into the live tensors, before all of them were checked.
     Damage that is found later leaves the state partly old and partly stored."""
@@ -113,11 +98,6 @@ class LoadOptions:
         """Whether the options select a component for loading."""
         is_named = self.components is None or component in self.components
         return is_named and not self.selection.omits(component)
-
-    @property
-    def selection(self) -> Selection:
-        """The selection that `include` and `skip` describe."""
-        return Selection(include=self.include, skip=self.skip)
 
 
 class PassedOver(NoCheckpoint):
@@ -277,13 +257,7 @@ class CheckpointSearch:
             self.state,
             edited.components,
             where=entry.folder,
-            components=one_sided.without_them(options.components),
-            strict=options.strict,
-            is_grown=options.is_grown,
-            rename=options.rename,
-            include=options.include,
-            skip=options.skip,
-            rng=options.rng,
+            options=options,
             unread=[name for name in entry.manifest.components if name not in components],
             unsaved=unsaved,
             one_sided=one_sided.component_names,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,8 +26,8 @@ from holdfast.state.selection import (
     NOT_LOADED,
     WHOLE,
     Problems,
-    Rename,
     Selection,
+    StateLoadOptions,
     Tolerated,
     Wishes,
 )
@@ -164,13 +164,7 @@ def prepare(
     stored: Mapping[str, StoredComponent],
     *,
     where: str,
-    components: Collection[str] | None = None,
-    strict: bool = True,
-    is_grown: bool = False,
-    rename: Mapping[str, str] | Callable[[str], str] | None = None,
-    include: Collection[str] = (),
-    skip: Collection[str] = (),
-    rng: bool = True,
+    options: StateLoadOptions = StateLoadOptions(),
     unread: Collection[str] = (),
     unsaved: Collection[str] = (),
     one_sided: Collection[str] = (),
@@ -180,32 +174,26 @@ def prepare(
 
     Args:
         state: live components, as for `capture`.
-        stored: components of the checkpoint; with `components` there may be more than needed.
+        stored: components of the checkpoint, at least those that the options name.
         where: the checkpoint's name, for messages.
-        components: load only these.
-        strict: refuse leaves that only one side has, and arguments that name nothing;
-            otherwise they become notes. Another shape or dtype is refused either way.
-        is_grown: as if not `strict`, for leaves of modules and optimizers that are on both sides.
-        rename: stored leaf path -> live leaf path inside a module, and the same for the
-            parameter names of an optimizer.
-        include: load only these: components, `component.path` of a leaf or of what is above
-            it, or patterns (see `state.patterns`). Empty: everything.
-        skip: do not load these, of what `include` names; entries as for `include`.
-        rng: False: do not load the component `rng`.
+        options: which leaves are loaded, and how strictly.
         unread: components that the checkpoint has besides `stored`; none of them is loaded.
         unsaved: components that were not saved and stay as they are, with a note.
-        one_sided: components that only the state or only the checkpoint may have.
+        one_sided: components that only the state or only the checkpoint may have; they are not
+            loaded, even if the options name them.
         divided: components that ranks may have parts of. A stored leaf in them that no live one
             matches may be that of another rank: it is `untaken`, and no error.
     """
     check_state(state)
-    selection = Selection(include=include, skip=skip)
-    wishes = Wishes(strict=strict, rename=Rename(rename), selection=selection, is_grown=is_grown)
-    problems = Problems()
+    wishes, problems = Wishes(options), Problems()
+    selection, is_strict = wishes.selection, options.strict and not options.is_grown
+    components = options.components
+    if components and one_sided:
+        components = [name for name in components if name not in one_sided]
     live = [*state, *([] if RNG in state else [RNG])]
     known = dict.fromkeys([*live, *stored, *unread])
     everything = tuple(name for name in known if name not in {*unsaved, *one_sided})
-    wanted = _wanted(everything, components, selection, rng=rng)
+    wanted = _wanted(everything, components, selection, rng=options.rng)
     names = _on_both_sides(wanted, live, stored, problems)
     # Before any `state_dict` is called, as in a capture; only optimizers need the names.
     has_optimizer = any(name in state and kind_of(state[name]) == "optimizer" for name in names)
@@ -229,12 +217,12 @@ def prepare(
                 del problems.unexpected[before:]
     _report_selection(wishes, problems, wanted=wanted, everything=everything, planned=plans)
     tolerated = Tolerated()
-    if not strict or is_grown:
-        tolerated = problems.tolerate(lambda path: not strict or not path.endswith(WHOLE))
+    if not is_strict:
+        tolerated = problems.tolerate(lambda path: not options.strict or not path.endswith(WHOLE))
     problems.other += [
         f"{name}: none of its names is a live one, so nothing would be loaded"
         for name, plan in plans.items()
-        if (not strict or is_grown)
+        if not is_strict
         and isinstance(plan, modules.ModulePlan)
         and stored[name].tensors
         and not plan.needed
@@ -242,9 +230,9 @@ def prepare(
         and _tensors_of(state[name])
     ]
     problems.raise_if_any(where)
-    if components is not None or include or skip:
+    if components is not None or options.include or options.skip:
         # Generators alone are chosen by name only, and not what a `skip` happens to leave.
-        is_named = components is not None or bool(include)
+        is_named = components is not None or bool(options.include)
         chosen = {n: p for n, p in plans.items() if is_named or not isinstance(p, RngPlan)}
         _expect_a_choice(chosen, stored, selection, components, everything)
     problems.notes += [f"saved without {name}, which is unchanged" for name in unsaved]

@@ -301,7 +301,7 @@ class Problems:
 class Rename:
     """The `rename` option: stored leaf path -> live leaf path, inside a component."""
 
-    def __init__(self, rule: Mapping[str, str] | Callable[[str], str] | None) -> None:
+    def __init__(self, rule: RenameRule) -> None:
         self._table = rule if isinstance(rule, Mapping) else None
         self._call = rule if callable(rule) else None
         self._unused = set(self._table or ())
@@ -338,12 +338,42 @@ class Rename:
         return [f"rename: nothing stored is called {sorted(self._unused)}"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """Options that the caller gave for a load: strict, rename and selection."""
+RenameRule: TypeAlias = Mapping[str, str] | Callable[[str], str] | None
+"""Mapping or function from stored paths to live paths; None: they are the same."""
 
-    strict: bool
-    rename: Rename
-    selection: Selection
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLoadOptions:
+    """Options of a load into a live state: which leaves are loaded, and under which names."""
+
+    components: Collection[str] | None = None
+    """Names of the components to load; None: all."""
+    strict: bool = True
+    """Whether missing and unexpected leaves, and arguments that name nothing, are an error;
+    otherwise they become notes. Another shape or dtype is an error either way."""
     is_grown: bool = False
-    """Whether leaves of modules and optimizers may be on one side only."""
+    """Whether modules may have gained or lost parameters since; the load is still full."""
+    rename: RenameRule = None
+    """From stored to live paths inside modules, and names of an optimizer's parameters."""
+    include: Collection[str] = ()
+    """Load only these: components, `component.path` or what is above it, or patterns (see
+    `state.patterns`). Empty: all."""
+    skip: Collection[str] = ()
+    """Parts of `include` that are not loaded; entries have the same form."""
+    rng: bool = True
+    """Whether generator states are restored."""
+
+    @property
+    def selection(self) -> Selection:
+        """The selection that `include` and `skip` describe."""
+        return Selection(include=self.include, skip=self.skip)
+
+
+class Wishes:
+    """Options of one load, with its rename and selection, which note the entries that matched."""
+
+    def __init__(self, options: StateLoadOptions) -> None:
+        self.strict = options.strict
+        self.is_grown = options.is_grown
+        self.rename = Rename(options.rename)
+        self.selection = options.selection
