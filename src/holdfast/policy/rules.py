@@ -242,67 +242,63 @@ class EveryNth(Rule):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Hourly(Rule):
+class OnePerPeriod(Rule):
+    """Keep the first checkpoint of each calendar period, of the newest `n` with any; None: all."""
+
+    period: ClassVar[str]
+    """Format of dates, for strftime, that differ between two periods."""
+
+    n: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_quota(type(self).__name__, 1 if self.n is None else self.n)
+
+    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
+        """Pick one for each period, among those that count towards quotas.
+
+        Periods are ordered by the recorded order of saves, so a clock that was wrong for a day does
+        not push out others for ever.
+        """
+        oldest: dict[str, int] = {}
+        for position in counting(newest_first):
+            created = recorded_time(newest_first[position].created)
+            if created is not None:
+                oldest[created.strftime(self.period)] = position  # later positions are older
+        return dict.fromkeys(sorted(oldest.values())[: self.n], str(self))  # newest first
+
+    def quota(self) -> int | None:
+        """Return `n`."""
+        return self.n
+
+    @classmethod
+    def parse(cls, text: str) -> Rule:
+        """Parse the name alone, or with a number, as in `daily:7`."""
+        return cls(whole_number(text) if text else None)
+
+    def __str__(self) -> str:
+        return self.spelled if self.n is None else f"{self.spelled} {self.n}"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Hourly(OnePerPeriod):
     """Keep the first checkpoint of each hour (UTC), of the newest `n` hours with any; None: all.
 
     The hour is the one that was recorded when it was saved.
     """
 
     spelled: ClassVar[str] = "hourly"
-
-    n: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_quota("Hourly", 1 if self.n is None else self.n)
-
-    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """Pick one for each hour, among those that count towards quotas."""
-        hours = _first_of_each(newest_first, "%Y-%m-%d %H")
-        return dict.fromkeys(hours[: self.n], str(self))
-
-    def quota(self) -> int | None:
-        """Return `n`."""
-        return self.n
-
-    @classmethod
-    def parse(cls, text: str) -> Rule:
-        """Parse `hourly` or `hourly:24`."""
-        return cls(whole_number(text) if text else None)
-
-    def __str__(self) -> str:
-        return "hourly" if self.n is None else f"hourly {self.n}"
+    period: ClassVar[str] = "%Y-%m-%d %H"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Daily(Rule):
+class Daily(OnePerPeriod):
     """Keep the first checkpoint of each day (UTC), of the newest `n` days with any; None: all.
 
     The day is the one that was recorded when it was saved.
     """
 
     spelled: ClassVar[str] = "daily"
-
-    n: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_quota("Daily", 1 if self.n is None else self.n)
-
-    def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """Pick one for each day, among those that count towards quotas."""
-        days = _first_of_each(newest_first, "%Y-%m-%d")
-        return dict.fromkeys(days[: self.n], str(self))
-
-    def quota(self) -> int | None:
-        """Return `n`."""
-        return self.n
-
-    @classmethod
-    def parse(cls, text: str) -> Rule:
-        """Parse `daily` or `daily:7`."""
-        return cls(whole_number(text) if text else None)
-
-    def __str__(self) -> str:
-        return "daily" if self.n is None else f"daily {self.n}"
+    period: ClassVar[str] = "%Y-%m-%d"
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)
@@ -428,22 +424,6 @@ class ByClass(Rule):
         return f"remove {self.remove}"
 
 
-def _first_of_each(newest_first: Sequence[Candidate], period: str) -> list[int]:
-    """Return the positions of the oldest in each hour or day, newest first.
-
-    `period`: the format of dates that differ between two periods, for strftime.
-
-    Periods are ordered by the recorded order of saves, so a clock that was wrong for a day does
-    not push out others for ever.
-    """
-    oldest: dict[str, int] = {}
-    for position in counting(newest_first):
-        created = recorded_time(newest_first[position].created)
-        if created is not None:
-            oldest[created.strftime(period)] = position  # later positions are older
-    return sorted(oldest.values())  # positions are newest first
-
-
 def _missing_counter(counting: Sequence[Candidate], time: Time) -> str:
     if any(time.unit.read_progress(entry.timestamp) is not None for entry in counting):
         return ""
@@ -535,7 +515,8 @@ def _parse_part(text: str) -> Rule:
 
 def _simple(text: str) -> Rule:
     name, colon, value = text.partition(":")
-    known = {rule.spelled: rule for rule in Rule.__subclasses__() if rule.spelled}
+    rules = (*Rule.__subclasses__(), *OnePerPeriod.__subclasses__())
+    known = {rule.spelled: rule for rule in rules if rule.spelled}
     if name not in known or (colon and not value):
         raise UsageError(f"{text!r}: unknown rule; known: {', '.join(known)}, as in 'last:3'")
     return known[name].parse(value)

@@ -158,10 +158,8 @@ class SavePolicy:
         With a cooldown by the clock all ephemeral saves are among the others.
         """
         by_clock = self.cooldown is not None and self.cooldown.unit is Unit.SECOND
-        permanent = _join_triggers(
-            p for p in _list_triggers(self.permanent) if p.is_pure is is_pure
-        )
-        ephemeral = _join_triggers(
+        permanent = join_triggers(p for p in _list_triggers(self.permanent) if p.is_pure is is_pure)
+        ephemeral = join_triggers(
             p for p in _list_triggers(self.ephemeral) if (p.is_pure and not by_clock) is is_pure
         )
         if permanent is None and ephemeral is None:
@@ -215,7 +213,8 @@ def _list_triggers(trigger: Trigger | None) -> tuple[Trigger, ...]:
     return () if trigger is None else parts_of(trigger)
 
 
-def _join_triggers(parts: Iterable[Trigger]) -> Trigger | None:
+def join_triggers(parts: Iterable[Trigger]) -> Trigger | None:
+    """Return a trigger that fires when any of `parts` does; None if there are none."""
     triggers = tuple(parts)
     return AnyTrigger(triggers) if len(triggers) > 1 else next(iter(triggers), None)
 

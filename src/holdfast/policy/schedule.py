@@ -16,10 +16,9 @@ from holdfast.policy.auto import Auto
 from holdfast.policy.clock import Time, Unit
 from holdfast.policy.rule import MAIN, Candidate, Rule, SaveClass, flat, join_reasons
 from holdfast.policy.rules import Best, Nothing, parse_rule
-from holdfast.policy.savers import Due, Saved, SavePolicy, SideSaver, as_trigger
+from holdfast.policy.savers import Due, Saved, SavePolicy, SideSaver, as_trigger, join_triggers
 from holdfast.policy.triggers import (
     NO_METRICS,
-    AnyTrigger,
     AtEnd,
     AtStart,
     Event,
@@ -404,8 +403,7 @@ def _interval_text(every: Every) -> str:
 
 def _trigger_of(text: str) -> Trigger | None:
     parts: Iterable[str] = (part.strip() for part in _expect_short(text).split("|"))
-    triggers = tuple(Every(part) for part in parts if part)
-    return AnyTrigger(triggers) if len(triggers) > 1 else next(iter(triggers), None)
+    return join_triggers(Every(part) for part in parts if part)
 
 
 def _expect_short(text: str) -> str:
