@@ -170,7 +170,7 @@ MUTANTS = (
     Mutant(
         name="damage-that-was-sent-unnoticed",
         promise="I6: damage that one rank reads for others is damage for all",
-        place="Exchanging._next_own",
+        place="_Exchange._next_own",
         before=(
             "            except HoldfastError as error:\n                self._failure = error\n"
         ),

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -19,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.errors import CorruptData, Tampered
+from holdfast.errors import CorruptData, DeadlineExceeded, HoldfastError, Tampered
 from holdfast.loading.block_reader import FileBlocks, begin_block, cached_block, check_size
-from holdfast.loading.broadcast import Exchanging, Sharing, runs_of
+from holdfast.loading.broadcast import BlockTurn, Sharing, runs_of, windows
 from holdfast.loading.open import Opened
 from holdfast.loading.plan import BlockId, BlockRead, ReadPlan, Segment
+from holdfast.ranks.coordinator import RankTransfer
 from holdfast.staging.device import pin
 from holdfast.store.base import Store
 from holdfast.threads.buffers import Buffers
@@ -44,6 +47,12 @@ _NUM_SMALL = 2
 """Most blocks of a small read, whose blocks are cached."""
 _SEGMENT_NBYTES_MIN = 16 * 1024
 """Least average bytes of the segments that are copied straight from the page cache."""
+
+
+_NUM_AHEAD = 8
+"""Most blocks that are read ahead for other ranks."""
+_NUM_TOGETHER = 8
+"""Most blocks of one transfer between ranks; two transfers are under way."""
 
 
 class ReadPipeline:
@@ -129,7 +138,7 @@ class ReadPipeline:
         end = time.monotonic() + sharing.timeout_s
         try:
             with self._store.keeping_open():
-                Exchanging(self, reads, sharing, turns, end).exchange_blocks()
+                _Exchange(self, reads, sharing, turns, end).exchange_blocks()
         except BaseException as error:
             self.failure = error
             raise
@@ -290,6 +299,89 @@ class ReadPipeline:
         ]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return f"it holds {', '.join(names[:5]) or 'the header'}{more}"
+
+
+class _Exchange:
+    """Exchange of the blocks of one plan that several ranks need."""
+
+    def __init__(
+        self,
+        pipeline: ReadPipeline,
+        reads: Mapping[BlockId, BlockRead],
+        sharing: Sharing,
+        turns: Sequence[BlockTurn],
+        end: float,
+    ) -> None:
+        self._pipeline = pipeline
+        self._reads = reads
+        self._sharing = sharing
+        self._turns = turns
+        self._end = end
+        self._own = iter([turn.block for turn in turns if turn.reader == sharing.rank])
+        self._ahead: deque[tuple[memoryview, Future[None]]] = deque()
+        self._failure: HoldfastError | None = None
+
+    def exchange_blocks(self) -> None:
+        """Take part in all turns; raise the first error when they are over."""
+        for _ in range(_NUM_AHEAD):
+            self._read_ahead()
+        before: tuple[RankTransfer, list[tuple[BlockId, memoryview]]] | None = None
+        for window in windows(self._turns, _NUM_TOGETHER):
+            begun = self._start_window(window)
+            if before is not None:
+                self._complete_transfer(*before)
+            before = begun
+        if before is not None:
+            self._complete_transfer(*before)
+        if self._failure is not None:
+            raise self._failure
+
+    def _read_ahead(self) -> None:
+        block = next(self._own, None)
+        if block is not None:
+            memory = self._pipeline.memory_of(block, self._reads[block])
+            self._ahead.append((memory, self._pipeline.submit_block(block, memory)))
+
+    def _start_window(
+        self, window: Sequence[BlockTurn]
+    ) -> tuple[RankTransfer, list[tuple[BlockId, memoryview]]]:
+        sends: list[tuple[int, memoryview]] = []
+        receives: list[tuple[int, memoryview]] = []
+        memories: list[tuple[BlockId, memoryview]] = []
+        for turn in window:
+            if turn.reader == self._sharing.rank:
+                memory = self._next_own()
+                sends += [(rank, memory) for rank in turn.receivers]
+            else:
+                memory = self._pipeline.memory_of(turn.block, self._reads[turn.block])
+                receives.append((turn.reader, memory))
+            memories.append((turn.block, memory))
+        return self._sharing.exchange.start_exchange(sends, receives), memories
+
+    def _next_own(self) -> memoryview:
+        memory, read = self._ahead.popleft()
+        self._read_ahead()
+        if self._failure is None:  # else nobody will use it
+            try:
+                read.result(max(self._end - time.monotonic(), 0.0))
+            except FutureTimeout:
+                self._failure = DeadlineExceeded("reading a block for other ranks hangs")
+            except HoldfastError as error:
+                self._failure = error
+        return memory
+
+    def _complete_transfer(
+        self, transfer: RankTransfer, memories: list[tuple[BlockId, memoryview]]
+    ) -> None:
+        """Wait for a transfer, and copy its blocks to their destinations."""
+        try:
+            transfer.wait_until_done(max(self._end - time.monotonic(), 0.0))
+        except HoldfastError as error:
+            # The others go on among themselves: a rank that waits for this one is not to blame.
+            self._failure = self._failure or error
+        if self._failure is None:
+            for block, memory in memories:
+                self._pipeline.use_block(self._reads[block], memory)
 
 
 def _targets(segments: Sequence[Segment], memory: memoryview) -> list[memoryview] | None:
