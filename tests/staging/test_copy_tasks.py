@@ -16,7 +16,7 @@ from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.manager import CheckpointManager
 from holdfast.staging import copy_tasks as copying
 from holdfast.staging.arena import FileImage
-from holdfast.staging.copy_tasks import Bytes, TensorCopy
+from holdfast.staging.copy_tasks import Bytes, Work, copy_of
 from holdfast.staging.in_memory import ImageTransfer
 from holdfast.staging.interfaces import LARGE_NBYTES, Staged
 from holdfast.staging.stage import Stager
@@ -30,9 +30,9 @@ def image_of(tensors: dict[str, torch.Tensor]) -> FileImage:
     return FileImage(file)
 
 
-def sources(image: FileImage, tensors: dict[str, torch.Tensor]) -> list[TensorCopy]:
+def sources(image: FileImage, tensors: dict[str, torch.Tensor]) -> list[Work]:
     """All of the large ones."""
-    return [TensorCopy(image, position, tensors[key]) for position, key in image.large_keys]
+    return [copy_of(image, position, tensors[key]) for position, key in image.large_keys]
 
 
 @pytest.fixture
@@ -139,7 +139,8 @@ def test_a_copy_is_of_the_memory_that_a_tensor_had_when_it_was_planned(
 ) -> None:
     image, tensor = image_of(tensors), tensors["a"]
     address = tensor.data_ptr()
-    (planned,) = (s for s in sources(image, tensors) if s._tensor is tensor)
+    (position,) = (position for position, key in image.large_keys if key == "a")
+    planned = copy_of(image, position, tensor)
     before = tensor.data
     tensor.data = torch.zeros_like(before)
     first = next(iter(planned.tasks()))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.staging.arena import FileImage
@@ -79,35 +79,17 @@ class Whole:
         """Copy the tensor, without comparing."""
         self.image.overwrite(self.position, self.source)
 
+    def tasks(self) -> Iterable[CopyTask]:
+        """Return this object, the only copy."""
+        return (self,)
 
-class TensorCopy:
-    """Copies of one tensor, whose address is read at construction."""
 
-    __slots__ = ("_address", "_position", "_tensor", "image")
-
-    def __init__(self, image: FileImage, position: int, tensor: Tensor) -> None:
-        self.image = image
-        self._position = position
-        self._tensor = tensor
+def copy_of(image: FileImage, position: int, tensor: Tensor) -> Work:
+    """Plan the copy of one tensor; one that is copied by address must be kept alive."""
+    if is_plain(tensor):
         # Read now, not at the copy: until then training may give the tensor other memory.
-        self._address = tensor.data_ptr() if is_plain(tensor) else None
-
-    @property
-    def storage(self) -> UntypedStorage | None:
-        """Memory that is copied by address and must be kept alive; None if torch copies."""
-        return None if self._address is None else self._tensor.untyped_storage()
-
-    @property
-    def blocks(self) -> Sequence[int]:
-        """Numbers of the blocks that the tensor lies in."""
-        return self.image.blocks_of(self._position)
-
-    def tasks(self) -> Iterator[CopyTask]:
-        """Yield the copies: one for each block of a contiguous host tensor, else a single one."""
-        image, position = self.image, self._position
-        if self._address is None:
-            return iter((Whole(image, position, self.blocks, self._tensor),))
-        return _block_copies(image, position, self._address)
+        return Runs(image, [(position, 0)], [tensor.data_ptr()])
+    return Whole(image, position, image.blocks_of(position), tensor)
 
 
 class Runs:

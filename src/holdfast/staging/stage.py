@@ -21,9 +21,9 @@ from holdfast.staging.copy_tasks import (
     Runs,
     SmallCopy,
     SmallRuns,
-    TensorCopy,
     Work,
     arrivals_of,
+    copy_of,
     small_runs_of,
 )
 from holdfast.staging.in_memory import ImageTransfer
@@ -137,7 +137,7 @@ class Stager:
             keys = overlapped.get(name, ())
             images = cast(tuple[FileImage, ...], self._files[name])
             if component.addresses is None:
-                _add_all(images, component.tensors, frozenset(keys), now, later)
+                held += _add_all(images, component.tensors, frozenset(keys), now, later)
                 # A device may be copying them already, and training may drop them.
                 held += (tensor for tensor in component.tensors.values() if tensor.is_cuda)
                 continue
@@ -150,7 +150,6 @@ class Stager:
             now += (Runs(*some, component.addresses) for some in plan.now)
             held += _storages(plan, component.tensors)
             later += (Runs(*some, component.addresses) for some in plan.later)
-        held += (work.storage for work in now if isinstance(work, TensorCopy))
         # Files apart are compared and linked rather than written, so they come last.
         for works in (now, later):
             works.sort(key=_is_apart)
@@ -299,34 +298,32 @@ def _add_all(
     overlapped: Collection[str],
     now: list[Work],
     later: list[Work],
-) -> None:
-    """Copy the small tensors of all images, and plan the copies of the others."""
+) -> list[UntypedStorage]:
+    """Copy the small tensors of all images, plan the copies of others, begin those by devices.
+
+    Returns the storages that must be kept alive, as `now` copies from them.
+    """
+    held: list[UntypedStorage] = []
     with torch.inference_mode(False), torch.no_grad():
         for image in images:
             image.clear_for_staging()
             image.overwrite_small(tensors)
-            _add_works(image, tensors, overlapped, now, later)
-
-
-def _add_works(
-    image: FileImage,
-    tensors: Mapping[str, Tensor],
-    overlapped: Collection[str],
-    now: list[Work],
-    later: list[Work],
-) -> None:
-    """Plan the copies of the large tensors of an image, and begin those from CUDA devices."""
-    for position, key in image.large_keys:
-        source = tensors[key]
-        if not source.is_cuda:
-            (later if key in overlapped else now).append(TensorCopy(image, position, source))
-    if torch.cuda.is_available():
-        specs = image.file.specs
-        sources = enumerate(tensors[spec.key] for spec in specs)
-        on_device = {position: source for position, source in sources if source.is_cuda}
-        is_later = {position: specs[position].key in overlapped for position in on_device}
-        now += arrivals_of(image, {i: t for i, t in on_device.items() if not is_later[i]})
-        later += arrivals_of(image, {i: t for i, t in on_device.items() if is_later[i]})
+            for position, key in image.large_keys:
+                source = tensors[key]
+                if source.is_cuda:
+                    continue
+                work = copy_of(image, position, source)
+                (later if key in overlapped else now).append(work)
+                if key not in overlapped and isinstance(work, Runs):
+                    held.append(source.untyped_storage())
+            if torch.cuda.is_available():
+                specs = image.file.specs
+                sources = enumerate(tensors[spec.key] for spec in specs)
+                on_device = {position: source for position, source in sources if source.is_cuda}
+                is_later = {position: specs[position].key in overlapped for position in on_device}
+                now += arrivals_of(image, {i: t for i, t in on_device.items() if not is_later[i]})
+                later += arrivals_of(image, {i: t for i, t in on_device.items() if is_later[i]})
+    return held
 
 
 def _is_apart(work: Work) -> bool:
