@@ -33,6 +33,7 @@ from holdfast.format.nodes import (
 from holdfast.store.base import Buffer
 
 MAX_TREE_VALUES = 4_000_000
+_LIMITS = {"max_nbytes": MAX_TREE_NBYTES, "max_values": MAX_TREE_VALUES}
 MAX_OTHER_KEYS = 100_000
 MAX_COMPARISONS = 2**26
 """Limit of comparisons of dict keys and set members with the same hash: about a second. Programs'
@@ -83,9 +84,7 @@ class TreeDocument:
 
     def _check_limits(self, data: bytes) -> None:
         try:
-            strictjson.check_limits(
-                data, what="", max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
-            )
+            strictjson.check_limits(data, what="", **_LIMITS)
         except LimitExceeded as err:
             advice = "large data belongs into tensors or arrays"
             raise UnsupportedState([("the tree", f"{err}; {advice}")]) from err
@@ -134,10 +133,7 @@ def decode_tree(
     tensors = _decode_tensors(data)
     if tensors is not None:
         return decoder.lifted_dict(tensors)
-    document = strictjson.loads(
-        data, what=what, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
-    )
-    strictjson.check_version(document, what=what)
+    document = load_document(data, what=what)
     if "tree" not in document:
         raise FormatError(f"{what}: has no `tree`")
     node = document["tree"]
@@ -160,9 +156,7 @@ class _Tensors(msgspec.Struct):
 
 def _decode_tensors(data: Buffer) -> dict[str, TensorRef] | None:
     """Decode a dict of only tensors fast; None if it has others or is not written canonically."""
-    document = strictjson.loads_as(
-        data, _Tensors, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
-    )
+    document = strictjson.loads_as(data, _Tensors, **_LIMITS)
     if document is None or document.holdfast != FORMAT_VERSION:
         return None
     text, tree = bytes(data), document.tree
@@ -175,10 +169,14 @@ def _decode_tensors(data: Buffer) -> dict[str, TensorRef] | None:
 
 def decode_beside(data: Buffer, name: str, *, what: str) -> Any:
     """Return the plain value that is stored beside a tree under `name`, or None."""
-    document = strictjson.loads(
-        data, what=what, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
-    )
-    return document.get(name) if isinstance(document, dict) else None
+    return load_document(data, what=what).get(name)
+
+
+def load_document(data: Buffer, *, what: str) -> dict[str, Any]:
+    """Decode the JSON of a tree's document, and check its version."""
+    document = strictjson.loads(data, what=what, **_LIMITS)
+    strictjson.check_version(document, what=what)
+    return document  # type: ignore[no-any-return]
 
 
 def join_path(path: str, name: object) -> str:

@@ -313,14 +313,17 @@ def keys_in(value: Any) -> tuple[str, ...]:
     """List keys of the tensors of a decoded tree, including those of generators, each once."""
     if type(value) is dict and {*map(type, value.values())} == {TensorRef}:
         return tuple(dict.fromkeys(map(_KEY, value.values())))
-    keys: dict[str, None] = {}
+    return tuple(dict.fromkeys(uses_in(value)))
+
+
+def uses_in(value: Any) -> Iterator[str]:
+    """Yield the key of each tensor of a decoded tree, as often as it is named."""
     for node in nodes_in(value):
         type_ = type(node)
         if type_ is TensorRef or type_ is ArrayRef:
-            keys[node.key] = None
+            yield node.key
         elif type_ is GeneratorState:
-            keys.update(dict.fromkeys(keys_in(dict(node.members))))
-    return tuple(keys)
+            yield from keys_in(dict(node.members))
 
 
 class LiveValue:

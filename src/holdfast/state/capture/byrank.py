@@ -9,24 +9,23 @@ hold, and refills all others.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any, TypeAlias
 
 import msgspec
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
-from holdfast.format import strictjson
-from holdfast.format.layout import MAX_TREE_NBYTES
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import (
-    MAX_TREE_VALUES,
     RANKS,
     TreeDocument,
     decode_beside,
     decode_tree,
     document,
     join_path,
+    load_document,
 )
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.components import StoredComponent
@@ -45,7 +44,10 @@ def key_of_rank(key: str, rank: int) -> str:
 def join_rank_trees(trees: Sequence[bytes]) -> bytes:
     """Join the trees of all ranks, in their order, to one document."""
     documents = [msgspec.json.decode(tree) for tree in trees]
-    nodes = [_with_keys(one.pop("tree"), rank) for rank, one in enumerate(documents)]
+    nodes = [
+        _rename_tensors(one.pop("tree"), partial(key_of_rank, rank=rank))
+        for rank, one in enumerate(documents)
+    ]
     if any(one != documents[0] for one in documents):
         raise UnsupportedState([("versions of submodules", "they differ by rank")])
     documents[0].pop("holdfast")
@@ -65,10 +67,7 @@ def part_of(
     if f'"{RANKS}"'.encode() not in stored.tree:
         return None
     what = f"{stored.name}'s tree"
-    document = strictjson.loads(
-        stored.tree, what=what, max_nbytes=MAX_TREE_NBYTES, max_values=MAX_TREE_VALUES
-    )
-    strictjson.check_version(document, what=what)
+    document = load_document(stored.tree, what=what)
     node = document.get("tree")
     if not isinstance(node, dict) or node.keys() != {RANKS}:
         return None  # it is in a text
@@ -80,7 +79,8 @@ def part_of(
     old = rank % len(nodes)
     prefix = key_of_rank("", old)
     keys = {key.removeprefix(prefix): key for key in stored.tensors if key.startswith(prefix)}
-    tree = {**document, "tree": _without_prefix(nodes[old], prefix, what)}
+    own = partial(_remove_prefix, prefix=prefix, what=what)
+    tree = {**document, "tree": _rename_tensors(nodes[old], own)}
     part = StoredComponent(
         name=stored.name,
         kind=stored.kind,
@@ -123,36 +123,26 @@ def difference(one: bytes, other: bytes) -> str:
     return f"{path or 'the whole'} is {values[0]} and {values[1]}"
 
 
-def _with_keys(node: Any, rank: int) -> Any:
-    """Return a node whose tensors are named as those of a rank."""
+def _rename_tensors(node: Any, rename: Callable[[str], str]) -> Any:
+    """Return a node with other keys of its tensors."""
     if isinstance(node, list):
-        return [_with_keys(one, rank) for one in node]
+        return [_rename_tensors(one, rename) for one in node]
     if not isinstance(node, dict):
         return node
     return {
         name: (
-            key_of_rank(value, rank)
+            rename(value)
             if name in _REFERENCES and isinstance(value, str)
-            else _with_keys(value, rank)
+            else _rename_tensors(value, rename)
         )
         for name, value in node.items()
     }
 
 
-def _without_prefix(node: Any, prefix: str, what: str) -> Any:
-    if isinstance(node, list):
-        return [_without_prefix(one, prefix, what) for one in node]
-    if not isinstance(node, dict):
-        return node
-    plain = {}
-    for name, value in node.items():
-        if name in _REFERENCES and isinstance(value, str):
-            if not value.startswith(prefix):
-                raise FormatError(f"{what}: {value[:80]!r} is a tensor of another rank")
-            plain[name] = value.removeprefix(prefix)
-        else:
-            plain[name] = _without_prefix(value, prefix, what)
-    return plain
+def _remove_prefix(key: str, prefix: str, what: str) -> str:
+    if not key.startswith(prefix):
+        raise FormatError(f"{what}: {key[:80]!r} is a tensor of another rank")
+    return key.removeprefix(prefix)
 
 
 ABSENT = object()

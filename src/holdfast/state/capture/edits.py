@@ -109,7 +109,11 @@ def edited(captured: Captured, edit: Edit) -> Captured:
         if not view:
             raise UsageError("the edit leaves out every component; nothing is left to be saved")
         components = {name: _recaptured(parts[name], view[name]) for name in view}
-    left = [item for part in components.values() for item in _list_refused(part)]
+    left = [
+        (join_path(part.name, key), reason)
+        for part in components.values()
+        for key, reason in part.refused.items()
+    ]
     if left:
         raise UnsupportedState(left)
     left_out = (*captured.left_out, *view.left_out)
@@ -124,7 +128,8 @@ def _recaptured(part: CapturedComponent, view: ComponentView) -> CapturedCompone
     keys = {spec.key for spec in changed.specs if spec.key not in changed.new}
     refused = {key: reason for key, reason in part.refused.items() if key in keys}
     specs = tuple(spec for spec in changed.specs if spec.key not in refused)
-    tensors = {spec.key: _either(spec.key, changed.new, part.tensors) for spec in specs}
+    every = {**part.tensors, **changed.new}
+    tensors = {spec.key: every[spec.key] for spec in specs}
     same = part.may_overlap & (tensors.keys() - changed.new.keys())
     return replace(
         part,
@@ -137,10 +142,6 @@ def _recaptured(part: CapturedComponent, view: ComponentView) -> CapturedCompone
     )
 
 
-def _list_refused(part: CapturedComponent) -> list[tuple[str, str]]:
-    return [(join_path(part.name, key), reason) for key, reason in part.refused.items()]
-
-
 class _Savable(dict[str, Tensor]):
     """Tensors of a component, by key; reading one that cannot be saved is an error."""
 
@@ -150,10 +151,6 @@ class _Savable(dict[str, Tensor]):
 
     def __missing__(self, key: str) -> Tensor:
         raise UnsupportedState([(join_path(self._part.name, key), self._part.refused[key])])
-
-
-def _either(key: str, new: Mapping[str, Tensor], old: Mapping[str, Tensor]) -> Tensor:
-    return new[key] if key in new else old[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import UnsupportedState, UsageError
-from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
+from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.objects import decode_tree, join_path
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.collecting import Leaves
@@ -24,7 +24,7 @@ from holdfast.state.components import StoredComponent
 from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.optimizers import check_tree
 from holdfast.state.selection import names_of_keys
-from holdfast.state.trees import Lifting, Skeleton, decode_skeleton, encoded, keys_in, nodes_in
+from holdfast.state.trees import Lifting, Skeleton, decode_skeleton, encoded, keys_in, uses_in
 
 _WHOLE = "value"
 _SLOTS, _GROUPS, _EXTRA = "slots", "param_groups", "extra"
@@ -122,7 +122,7 @@ class ComponentView(MutableMapping[str, Any]):
             if isinstance(tied, TensorRef) and tied.key == old.key:
                 box[key] = new
                 self._release(old)
-                self._uses.update(_refs_in({_WHOLE: new}))
+                self._uses.update(uses_in({_WHOLE: new}))
 
     def __delitem__(self, path: str) -> None:
         """Remove the value at `path`."""
@@ -185,7 +185,7 @@ class ComponentView(MutableMapping[str, Any]):
             source = self._source
             self._skeleton = decode_skeleton(source.tree, source.tensors, what=self._what)
             self._holder = {_WHOLE: self._skeleton.value}
-            self._uses.update(_refs_in(self._holder))
+            self._uses.update(uses_in(self._holder))
             self._has_shared = _has_shared(self._holder)
         return self._holder, self._skeleton
 
@@ -262,7 +262,7 @@ class ComponentView(MutableMapping[str, Any]):
         self._release(old)
         self._new.update(new)
         self._specs.update(specs)
-        self._uses.update(_refs_in({_WHOLE: node}))
+        self._uses.update(uses_in({_WHOLE: node}))
         return self._as_before(node, old)
 
     @contextmanager
@@ -451,12 +451,3 @@ def _has_shared(value: Any) -> bool:
             seen.add(id(item))
             waiting += item.values() if isinstance(item, dict) else item
     return False
-
-
-def _refs_in(value: Any) -> Iterator[str]:
-    """Yield the key of each tensor of a decoded tree, as often as it is named."""
-    for node in nodes_in(value):
-        if isinstance(node, TensorRef | ArrayRef):
-            yield node.key
-        elif isinstance(node, GeneratorState):
-            yield from keys_in(node)
