@@ -8,8 +8,7 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import given
 
-from holdfast.loading.broadcast import BlockTurn, Runs, runs_of, turns_of, windows
-from holdfast.loading.plan import BlockId
+from holdfast.loading.plan import BlockId, BlockTurn, Runs, runs_of, turns_of, windows
 
 BLOCKS = [(file, number) for file in ("a", "b") for number in range(6)]
 _ranks = st.lists(st.frozensets(st.sampled_from(BLOCKS)), min_size=2, max_size=6)

@@ -14,10 +14,9 @@ from holdfast.errors import DeadlineExceeded
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.manager import CheckpointManager
-from holdfast.staging import copy_tasks as copying
+from holdfast.staging import in_memory as copying
 from holdfast.staging.arena import FileImage
-from holdfast.staging.copy_tasks import Bytes, Work, copy_of
-from holdfast.staging.in_memory import ImageTransfer
+from holdfast.staging.in_memory import Bytes, ImageTransfer, Work, copy_of
 from holdfast.staging.interfaces import LARGE_NBYTES, Staged
 from holdfast.staging.stage import Stager
 from holdfast.state.capture.capture import Capturer, capture

@@ -15,9 +15,8 @@ from torch import nn
 from holdfast.errors import DeadlineExceeded
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.staging.arena import FileImage
-from holdfast.staging.copy_tasks import Arrival
 from holdfast.staging.device import DeviceCopy, begin_copies, is_capturing, pin
-from holdfast.staging.in_memory import ImageTransfer
+from holdfast.staging.in_memory import Arrival, ImageTransfer
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -28,7 +28,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.loading.apply import CheckpointApplier
-from holdfast.loading.broadcast import BlockTurn, Runs, Sharing, turns_of
+from holdfast.loading.plan import BlockTurn, Runs, Sharing, turns_of
 from holdfast.loading.search import CheckpointSearch, LoadCandidate, LoadOptions, Search
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership

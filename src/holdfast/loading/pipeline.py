@@ -23,9 +23,17 @@ from torch import Tensor
 
 from holdfast.errors import CorruptData, DeadlineExceeded, HoldfastError, Tampered
 from holdfast.loading.block_reader import FileBlocks, begin_block, cached_block, check_size
-from holdfast.loading.broadcast import BlockTurn, Sharing, runs_of, windows
 from holdfast.loading.open import Opened
-from holdfast.loading.plan import BlockId, BlockRead, ReadPlan, Segment
+from holdfast.loading.plan import (
+    BlockId,
+    BlockRead,
+    BlockTurn,
+    ReadPlan,
+    Segment,
+    Sharing,
+    runs_of,
+    windows,
+)
 from holdfast.ranks.coordinator import RankTransfer
 from holdfast.staging.device import pin
 from holdfast.store.base import Store

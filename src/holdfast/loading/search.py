@@ -35,13 +35,13 @@ from holdfast.errors import (
 from holdfast.events import Emitter
 from holdfast.format.layout import RNG, AttemptName, parse_attempt, writer_key
 from holdfast.format.manifest import Manifest
-from holdfast.loading.broadcast import Sharing
 from holdfast.loading.open import Opened, open_checkpoint
 from holdfast.loading.optional_components import (
     MissingComponentPolicy,
     SkippedComponents,
     with_hint,
 )
+from holdfast.loading.plan import Sharing
 from holdfast.loading.tensor_reader import Held, TensorReader
 from holdfast.ownership.claim import Choice, dropped
 from holdfast.ownership.leases import BeingDeleted, expect_kept, hold_lease

@@ -18,13 +18,13 @@ from torch import Tensor
 from holdfast.format.boxes import Column
 from holdfast.format.index import Places
 from holdfast.loading.assembly import Assembly, FreshTensors, UnreadTensors
-from holdfast.loading.broadcast import Sharing
 from holdfast.loading.open import Opened
 from holdfast.loading.pipeline import ReadPipeline
 from holdfast.loading.plan import (
     DIRECT_NBYTES,
     Packed,
     ReadPlan,
+    Sharing,
     Wanted,
     batches,
     wanted_by_file,

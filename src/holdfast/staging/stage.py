@@ -17,7 +17,8 @@ from torch import Tensor, UntypedStorage
 from holdfast.errors import UnsupportedState
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.staging.arena import FileImage
-from holdfast.staging.copy_tasks import (
+from holdfast.staging.in_memory import (
+    ImageTransfer,
     Runs,
     SmallCopy,
     SmallRuns,
@@ -26,7 +27,6 @@ from holdfast.staging.copy_tasks import (
     copy_of,
     small_runs_of,
 )
-from holdfast.staging.in_memory import ImageTransfer
 from holdfast.staging.interfaces import KnownFile, Staged, StagingTransfer
 from holdfast.staging.pool import Pool
 from holdfast.staging.waves import WaveTransfer
