@@ -345,11 +345,7 @@ def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> 
 
 
 def files_of_index(data: Buffer, *, what: str) -> tuple[str, ...]:
-    """List the files that an index has digests of: all of a checkpoint but the index itself.
-
-    Raises:
-        FormatError: `data` is not a valid index.
-    """
+    """List the files that an index has digests of: all of a checkpoint but the index itself."""
     return tuple(_decode_document(data, what=what).blocks)
 
 

@@ -34,11 +34,7 @@ class FileBlocks:
 
     @classmethod
     def from_entries(cls, folder: str, name: str, entry: FileEntry, index: Index) -> FileBlocks:
-        """Create the `FileBlocks` of a file from its entries in manifest and index.
-
-        Raises:
-            UnsupportedVersion: the package that decompresses it is not installed.
-        """
+        """Create the `FileBlocks` of a file from its entries in manifest and index."""
         plain = cls(
             key=f"{folder}/{name}", block_nbytes=index.block_nbytes, digests=index.blocks[name]
         )
@@ -71,6 +67,18 @@ def read_block(
 ) -> str:
     """Read, decompress and check a block into `plain`, of its length; return its fault, or ""."""
     return begin_block(store, file, number, plain, verify=verify, buffers=Buffers())()
+
+
+def read_blocks(
+    store: Store, file: FileBlocks, nbytes: int, *, what: str, verify: bool = True
+) -> bytes:
+    """Read the first `nbytes` of a file, which end with a block; `what` names it in errors."""
+    data = bytearray(nbytes)
+    for number, (start, stop) in enumerate(blocks.list_blocks(nbytes, file.block_nbytes)):
+        fault = read_block(store, file, number, memoryview(data)[start:stop], verify=verify)
+        if fault:
+            raise CorruptData(f"{what}: block {number} {fault}")
+    return bytes(data)
 
 
 def begin_block(
@@ -227,12 +235,7 @@ def decode_file(
     """Read and decompress a small file, checking it block by block."""
     entry = _document_entry(store, folder, name, manifest)
     file = FileBlocks.from_entries(folder, name, entry, index)
-    data = bytearray(entry.nbytes)
-    for number, (start, stop) in enumerate(blocks.list_blocks(entry.nbytes, index.block_nbytes)):
-        fault = read_block(store, file, number, memoryview(data)[start:stop], verify=verify)
-        if fault:
-            raise CorruptData(f"{store.url}/{file.key}: block {number} {fault}")
-    return bytes(data)
+    return read_blocks(store, file, entry.nbytes, what=f"{store.url}/{file.key}", verify=verify)
 
 
 def _document_entry(store: Store, folder: str, name: str, manifest: Manifest) -> FileEntry:

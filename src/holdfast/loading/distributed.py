@@ -436,7 +436,7 @@ class FollowingApplying(_RanksApplying):
                     note = other.note
             self._adopt(note, search)
             if note.folder is None:
-                search.begin_anew()
+                search.candidate = None
                 return None
             candidate = search.candidate
             assert candidate is not None, "the leader applies what all have read"

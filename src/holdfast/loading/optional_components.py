@@ -32,11 +32,7 @@ class MissingComponentPolicy:
         without: Iterable[str],
         allows: Callable[[str], bool] | None,
     ) -> MissingComponentPolicy:
-        """Create them from the arguments of a load, checked against the live state.
-
-        Raises:
-            UsageError: an argument names the wrong components; see `check_live_state`.
-        """
+        """Create them from the arguments of a load, checked against the live state."""
         sides = cls(
             new=convert_names(new, "new"), without=convert_names(without, "without"), allows=allows
         )

@@ -620,10 +620,6 @@ class Search:
         """Record which checkpoints the leader has skipped."""
         self._reader.passed_over = {folder: CorruptData(reason) for folder, reason in rejected}
 
-    def begin_anew(self) -> None:
-        """Choose no checkpoint, as the leader has."""
-        self.candidate = None
-
     def choices(self) -> Iterator[Choice]:
         """Yield a new choice for each try to claim the run; for `ownership.claim.claim_run`."""
         while True:

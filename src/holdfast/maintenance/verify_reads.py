@@ -27,7 +27,7 @@ from holdfast.errors import (
     is_damage,
 )
 from holdfast.format import layout
-from holdfast.format.blocks import block_digest, list_blocks
+from holdfast.format.blocks import block_digest
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import (
     MAX_MANIFEST_NBYTES,
@@ -37,7 +37,7 @@ from holdfast.format.manifest import (
     decode_register,
 )
 from holdfast.format.tensors import header_nbytes
-from holdfast.loading.block_reader import FileBlocks, decode_block, read_block
+from holdfast.loading.block_reader import FileBlocks, decode_block, read_blocks
 from holdfast.root.catalog import Catalog
 from holdfast.root.documents import is_own_mark, read_document
 from holdfast.store.base import Store
@@ -256,12 +256,8 @@ class FolderReader:
             self._store.read_into(f"{self._folder}/{file}", 0, memoryview(data), afresh=True)
             return bytes(data)
         size = made_by.block_nbytes
-        data = bytearray(min(-(-nbytes // size) * size, listed.nbytes))
-        for number, (start, stop) in enumerate(list_blocks(len(data), size)):
-            fault = read_block(self._store, made_by, number, memoryview(data)[start:stop])
-            if fault:
-                raise CorruptData(f"{file}: block {number} {fault}")
-        return bytes(data[:nbytes])
+        whole = min(-(-nbytes // size) * size, listed.nbytes)
+        return read_blocks(self._store, made_by, whole, what=file)[:nbytes]
 
     def read_block(self, block: BlockToCheck) -> Callable[[], CheckedBlock]:
         """Read a block; return a callback that checks it, and rereads it if the check fails."""

@@ -39,11 +39,7 @@ def policies_of(
     every: str | Time | Trigger | SaveFunction | SavePolicy | None,
     sides: Sequence[SideSaver] = (),
 ) -> dict[str, SavePolicy]:
-    """Return the policy of each saver by name; first that of the main saver, from `every`.
-
-    Raises:
-        UsageError: `every` is no interval, or two savers have one name.
-    """
+    """Return the policy of each saver by name; first that of the main saver, from `every`."""
     twice = sorted({s.name for s in sides if sum(o.name == s.name for o in sides) > 1})
     if twice:
         raise UsageError(f"savers: two are named {twice[0]!r}")

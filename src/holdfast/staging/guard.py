@@ -186,11 +186,7 @@ class Overlapped:
             self.wait_for_copy(who, timeout_s)
 
     def wait_for_copy(self, who: str, timeout_s: float) -> None:
-        """Wait until the copy has ended, with or without success.
-
-        Raises:
-            DeadlineExceeded: as for `hold`.
-        """
+        """Wait until the copy has ended, with or without success."""
         if wait([self.copied], timeout=timeout_s).not_done:
             raise DeadlineExceeded(
                 f"{who} waits for the copy of {self._num_guarded} tensors that the save of step "

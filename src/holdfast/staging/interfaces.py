@@ -187,11 +187,7 @@ class StagingTransfer(Protocol):
         ...
 
     def wait_for_threads(self, timeout_s: float) -> None:
-        """Wait until no thread copies for this transfer any more.
-
-        Raises:
-            DeadlineExceeded: one still does after `timeout_s` seconds.
-        """
+        """Wait until no thread copies for this transfer any more."""
         ...
 
     def release_waiters(self) -> None:

@@ -6,7 +6,7 @@ only the bytes that changed, into memory that was touched before.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import cast
@@ -153,7 +153,9 @@ class Stager:
         # Files apart are compared and linked rather than written, so they come last.
         for works in (now, later):
             works.sort(key=_is_apart)
-        is_early = is_awaited or _any_apart(self._files[name] for name in components)
+        is_early = is_awaited or any(
+            known.is_apart for name in components for known in self._files[name]
+        )
         return self._staged(components, ImageTransfer(now, later, held=held, is_early=is_early))
 
     def _staged(
@@ -286,10 +288,6 @@ def _storages(plan: _CopyPlan, tensors: Mapping[str, Tensor]) -> Iterator[Untype
     """Yield the storages that must be kept alive, as `plan.now` copies from them by address."""
     live = list(tensors.values()) if plan.now else []
     return (live[number].untyped_storage() for _, places in plan.now for _, number in places)
-
-
-def _any_apart(files: Iterable[tuple[KnownFile, ...]]) -> bool:
-    return any(known.is_apart for some in files for known in some)
 
 
 def _add_all(

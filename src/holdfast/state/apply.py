@@ -56,12 +56,10 @@ class Prepared:
         self,
         plans: Mapping[str, LoadPlan],
         protected: Sequence[Tensor],
-        notes: tuple[str, ...],
-        lost: tuple[str, ...] = (),
-        untaken: tuple[str, ...] = (),
-        tolerated: Tolerated = Tolerated(),
+        problems: Problems,
+        tolerated: Tolerated,
     ) -> None:
-        self.untaken = untaken
+        self.untaken = tuple(problems.untaken)
         """Stored leaves that are not loaded here; other ranks must load them."""
         self._tolerated = tolerated
         self._plans: Mapping[str, LoadPlan] | None = plans
@@ -77,9 +75,9 @@ class Prepared:
         }
         """Component -> key -> the live boxes, for those that go into DTensors: `apply` takes a
         tensor of the local shape for each, and all of every other one."""
-        self.notes = (*notes, *lost)
+        self.notes = (*problems.notes, *problems.lost)
         """Notes on what is left out or not restored exactly; complete after `ready`."""
-        self.lost = lost
+        self.lost = tuple(problems.lost)
         """Notes on live values that are removed, and after `ready` on memory shared no more."""
         self._is_ready = False
 
@@ -236,14 +234,13 @@ def prepare(
         chosen = {n: p for n, p in plans.items() if is_named or not isinstance(p, RngPlan)}
         _expect_a_choice(chosen, stored, selection, components, everything)
     problems.notes += [f"saved without {name}, which is unchanged" for name in unsaved]
-    return Prepared(
-        plans,
-        _module_tensors(state),
-        tuple(problems.notes),
-        tuple(problems.lost),
-        tuple(problems.untaken),
-        tolerated,
-    )
+    protected = [
+        tensor
+        for value in state.values()
+        if isinstance(value, nn.Module)
+        for tensor in _tensors_of(value)
+    ]
+    return Prepared(plans, protected, problems, tolerated)
 
 
 def _expect_a_choice(
@@ -265,11 +262,6 @@ def _expect_a_choice(
         f"nothing would be loaded: {chosen}{selection} leave nothing of the components "
         f"{', '.join(everything)}"
     )
-
-
-def _module_tensors(state: Mapping[str, Any]) -> list[Tensor]:
-    modules_ = [value for value in state.values() if isinstance(value, nn.Module)]
-    return [tensor for module in modules_ for tensor in _tensors_of(module)]
 
 
 def _tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
