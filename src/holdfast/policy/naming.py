@@ -85,12 +85,8 @@ def compile_label(
         UsageError: an unknown name, an attribute or an index, or a trial gave an invalid label.
     """
     if isinstance(label, str):
-        constants: dict[str, object] = {
-            "run_name": run_name,
-            **asdict(present_ranks() if ranks is None else ranks),
-        }
-        fields = _fields("label", label, known=(*COUNTERS, *constants, *_MOMENTS))
-        _expect_known("label", label, fields, constants)
+        constants = _constants(run_name, ranks)
+        fields = _fields("label", label, constants, others=(*COUNTERS, *_MOMENTS))
         render = _wrap_label_function(_template_function(label, fields, constants, clock))
     elif callable(label):
         render = _wrap_label_function(label)
@@ -121,12 +117,8 @@ def fill_root(
         if not isinstance(text, str) or not text:
             raise UsageError(f"the function for the root returned {text!r}, which is no path")
         return text
-    constants: dict[str, object] = {
-        "run_name": run_name,
-        **asdict(present_ranks() if ranks is None else ranks),
-    }
-    fields = _fields("root", root, known=tuple(constants))
-    _expect_known("root", root, fields, constants)
+    constants = _constants(run_name, ranks)
+    fields = _fields("root", root, constants)
     if run_name is not None and "run_name" in fields:
         check_label(run_name)
     text = _format("root", root, constants)
@@ -146,8 +138,16 @@ def expect_filled(root: str) -> None:
         )
 
 
-def _fields(what: str, template: str, *, known: tuple[str, ...]) -> frozenset[str]:
-    """List the names that a template uses; refuse unknown names, attributes and indices."""
+def _constants(run_name: str | None, ranks: Ranks | None) -> dict[str, object]:
+    """Map the names that are the same for a whole run to their values; None: not known here."""
+    return {"run_name": run_name, **asdict(present_ranks() if ranks is None else ranks)}
+
+
+def _fields(
+    what: str, template: str, constants: Mapping[str, object], others: tuple[str, ...] = ()
+) -> frozenset[str]:
+    """List the names that a template uses: known constants, or `others`; refuse all else."""
+    known = (*others, *constants)
     try:
         fields = [part[1:] for part in Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
@@ -164,14 +164,8 @@ def _fields(what: str, template: str, *, known: tuple[str, ...]) -> frozenset[st
             raise UsageError(
                 f"{what}={template!r}: a label has at most {MAX_LABEL_BYTES} characters"
             )
-    return frozenset(str(name) for name, _, _ in fields)
-
-
-def _expect_known(
-    what: str, template: str, fields: frozenset[str], constants: Mapping[str, object]
-) -> None:
-    """Raise `UsageError` if a template uses a constant that is not known here."""
-    unknown = [name for name in sorted(fields & constants.keys()) if constants[name] is None]
+    used = frozenset(str(name) for name, _, _ in fields)
+    unknown = [name for name in sorted(used & constants.keys()) if constants[name] is None]
     if "run_name" in unknown:
         raise UsageError(f"{what}={template!r}: run_name was not given")
     if unknown:
@@ -179,6 +173,7 @@ def _expect_known(
             f"{what}={template!r}: {', '.join(unknown)} is known only where a launcher sets "
             "LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK in the environment, as torchrun does"
         )
+    return used
 
 
 def _template_function(

@@ -25,6 +25,7 @@ from holdfast.errors import UsageError
 from holdfast.state.capture.capture import Captured
 from holdfast.state.components import cleaner_of, is_of_fsdp, unwrap_module
 from holdfast.state.leaves import PLAIN_TYPES, refusal
+from holdfast.state.selection import shortened
 
 NUM_COMPARISONS = 4
 """Saves at which attributes are compared: state changes from the first steps on."""
@@ -255,10 +256,10 @@ def _is_saved(name: str, mark: _Mark, captured: Captured, saved: Collection[int]
 
 def format_outside_state(names: Sequence[str]) -> str:
     """Format the warning of state outside of the components."""
-    listed = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     return (
-        f"attributes that change in training are in no component: {listed}. A resume begins with "
-        "their first values. Make them buffers of a module, save them with get_extra_state() or "
-        "state_dict(), or put their owner into the state as a component. Name those that the "
-        'script computes again in an attribute of their owner: not_state = ("name", …)'
+        f"attributes that change in training are in no component: {shortened(names, 10)}. "
+        "A resume begins with their first values. Make them buffers of a module, save them with "
+        "get_extra_state() or state_dict(), or put their owner into the state as a component. "
+        "Name those that the script computes again in an attribute of their owner: "
+        'not_state = ("name", …)'
     )
