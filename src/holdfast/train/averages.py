@@ -264,8 +264,8 @@ def widened(model: nn.Module) -> nn.Module:
 
 def pairs_of(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
     """Pair what this rank holds of the parameters and buffers of two models of one structure."""
-    own, others = ((*model.parameters(), *model.buffers()) for model in (one, other))
-    return _pairs(own, others)
+    own = [*one.parameters(), *one.buffers()]
+    return _pairs(own, [*other.parameters(), *other.buffers()])
 
 
 def _pairs(own: Iterable[Tensor], other: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
