@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from holdfast.cli.app import app
+from holdfast.cli.app import app, load_command
 from holdfast.cli.options import Argument
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
@@ -24,7 +24,8 @@ _IN_THE_INTRODUCTION = (
 def commands() -> Iterator[tuple[str, click.Command]]:
     """Each command with its full name, groups included."""
     yield "holdfast", app
-    for name, command in app.commands.items():
+    for name in app.commands:
+        command = load_command(name)
         yield f"holdfast {name}", command
         for inner, part in getattr(command, "commands", {}).items():
             yield f"holdfast {name} {inner}", part

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from jsonschema import Draft202012Validator
 
-from holdfast.cli.schema import ANSWERS, schema_of
+from holdfast.cli.schema import find_answers, schema_of
 
 
 @functools.cache
@@ -42,4 +42,4 @@ def _command(words: Sequence[str]) -> str | None:
     if "--damaged" in words:
         return "gc --damaged"
     pairs = [f"{one} {two}" for one, two in itertools.pairwise(words)]
-    return next((name for name in (*pairs, *words) if name in ANSWERS), None)
+    return next((name for name in (*pairs, *words) if find_answers(name)), None)

@@ -18,6 +18,7 @@ from tests.cli.page import PAGE, commands, page
 from tests.cli.roots import Result
 
 from holdfast.cli import main
+from holdfast.cli.app import app, load_command
 from holdfast.cli.options import Argument
 from holdfast.cli.output import Code, format_nbytes, json_safe, printable
 
@@ -43,6 +44,21 @@ def test_every_command_and_option_says_what_it_is_for() -> None:
         for parameter in command.params:
             is_said = parameter.about if isinstance(parameter, Argument) else parameter.help
             assert is_said, (name, parameter.name)
+
+
+def test_the_list_of_commands_has_the_first_lines_of_their_help() -> None:
+    for name, listed in app.commands.items():
+        assert load_command(name).get_short_help_str(100) == listed.help
+
+
+def test_help_and_a_command_import_no_module_of_another_command() -> None:
+    code = "import sys; print(sorted(m for m in sys.modules if m.startswith('holdfast.')))"
+    listing = in_a_process("--help", code=f"import atexit; atexit.register(lambda: exec({code!r}))")
+    assert "holdfast.cli.options" in listing.stdout
+    assert "holdfast.store" not in listing.stdout
+    one = in_a_process("pin", "-h", code=f"import atexit; atexit.register(lambda: exec({code!r}))")
+    assert "holdfast.cli.pin" in one.stdout
+    assert "holdfast.cli.ls" not in one.stdout
 
 
 def test_every_command_but_the_top_takes_json() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.cli.roots import Result
 
-from holdfast.cli.app import app
+from holdfast.cli.app import load_command
 from holdfast.cli.supervisor import FORWARDED, RestartLimits
 from holdfast.policy.clock import parse
 from holdfast.root.catalog import Catalog
@@ -192,7 +192,7 @@ def test_a_wrong_call_is_refused_before_anything_runs(
 
 
 def test_the_defaults_on_the_command_line_are_those_of_the_supervisor() -> None:
-    defaults: dict[Any, Any] = {item.name: item.default for item in app.commands["run"].params}
+    defaults: dict[Any, Any] = {item.name: item.default for item in load_command("run").params}
     limits = RestartLimits()
     assert defaults["requeue_code"] == limits.requeue_code
     assert defaults["max_failures"] == limits.max_failures

@@ -20,13 +20,10 @@ from holdfast.cli.answers.training import Save
 Command = Callable[..., Result]
 
 
-def test_every_command_with_an_answer_has_a_schema() -> None:
-    """A new command is named in `schema.ANSWERS`, with the struct of its answer."""
-    known = {name.removeprefix("holdfast ") for name, one in commands() if not is_group(one)}
-    assert known == set(schema.ANSWERS) - {"gc --damaged"}
+ANSWERS = [name.removeprefix("holdfast ") for name, one in commands() if not is_group(one)]
 
 
-@pytest.mark.parametrize("command", schema.ANSWERS)
+@pytest.mark.parametrize("command", [*ANSWERS, "gc --damaged"])
 def test_every_member_says_what_it_is(command: str) -> None:
     found = schema.schema_of(command)
     for part in (found, *found["$defs"].values()):
@@ -56,7 +53,7 @@ def test_a_schema_is_shown_and_other_words_are_refused(holdfast: Command) -> Non
 
 
 def test_structs_of_commands_are_frozen() -> None:
-    for command in schema.ANSWERS:
+    for command in ANSWERS:
         kind = schema.struct_of(command)
         assert kind.__struct_config__.frozen, kind
         assert not issubclass(kind, Document) or kind.__struct_config__.forbid_unknown_fields

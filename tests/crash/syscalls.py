@@ -36,7 +36,7 @@ import storm
 import torch
 
 from holdfast.cli.cp import copy_all
-from holdfast.cli.rm import Leave, rm, thin
+from holdfast.cli.rm import rm, thin
 from holdfast.errors import NoCheckpoint
 from holdfast.format import layout
 from holdfast.maintenance.gc import collect_garbage
@@ -284,7 +284,7 @@ def three_checkpoints(way: Way, root: Path) -> None:
             manager.save(step).wait()
 
 
-SURE = Leave(reason="test", even_pinned=False, even_latest=True, dry_run=False, yes=True)
+SURE = {"reason": "test", "even_latest": True, "even_pinned": False, "dry_run": False, "yes": True}
 
 
 def cp_once(root: Path) -> None:
@@ -314,12 +314,12 @@ def cp_again(root: Path) -> None:
 
 def rm_middle(way: Way, root: Path, told: int) -> Act:
     """`holdfast rm` of a checkpoint that is not the latest."""
-    return lambda: rm(f"{root}@step=2", SURE)
+    return lambda: rm(f"{root}@step=2", **SURE)
 
 
 def rm_latest(way: Way, root: Path, told: int) -> Act:
     """`holdfast rm` of the latest checkpoint."""
-    return lambda: rm(f"{root}@step=3", SURE)
+    return lambda: rm(f"{root}@step=3", **SURE)
 
 
 def rm_again(step: int, left: list[int]) -> Callable[[Path], None]:
@@ -327,7 +327,7 @@ def rm_again(step: int, left: list[int]) -> Callable[[Path], None]:
 
     def again(root: Path) -> None:
         try:
-            rm(f"{root}@step={step}", SURE)
+            rm(f"{root}@step={step}", **SURE)
         except NoCheckpoint:
             assert step not in {entry.step for entry in storm.survey(LocalStore(root))}
         assert [entry.step for entry in storm.survey(LocalStore(root))] == left
@@ -338,12 +338,12 @@ def rm_again(step: int, left: list[int]) -> Callable[[Path], None]:
 
 def thin_old(way: Way, root: Path, told: int) -> Act:
     """`holdfast thin` of a checkpoint that is not the latest."""
-    return lambda: thin(f"{root}@step=1", ["extra"], SURE)
+    return lambda: thin(f"{root}@step=1", ["extra"], **SURE)
 
 
 def thin_again(root: Path) -> None:
     """The same command drops the component, and nothing else."""
-    thin(f"{root}@step=1", ["extra"], SURE)
+    thin(f"{root}@step=1", ["extra"], **SURE)
     store = LocalStore(root)
     entry = storm.survey(store)[-1]
     assert entry.marks.thinned == ("extra",)

@@ -11,7 +11,7 @@ import pytest
 from tests.mistakes.user import copied, made
 from tests.operations.scenes import SCENES, Scene, full_disk, late_upload
 
-from holdfast.cli.app import app
+from holdfast.cli.app import load_command
 from holdfast.errors import HoldfastError
 from marks import full
 
@@ -82,6 +82,6 @@ def test_the_commands_of_the_page_exist_with_their_options() -> None:
     commands = re.findall(r"^holdfast (?:--key-file \S+ )?([a-z]+)(.*)$", PAGE, re.MULTILINE)
     assert len(commands) > 10
     for name, rest in commands:
-        command = app.commands[name]
+        command = load_command(name)
         known = {option for parameter in command.params for option in parameter.opts}
         assert {*re.findall(r" (--[\w-]+)", rest)} <= known, name

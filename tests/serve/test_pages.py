@@ -17,7 +17,7 @@ from tests.serve.client import WAIT_S, Page, Reply, links, serving
 from tests.serve.conftest import EVIL
 
 from holdfast.cli import watch
-from holdfast.cli.target import NAMED, KeySources
+from holdfast.cli.options import NAMED, KeySources
 from holdfast.cli.watch import Watcher
 from holdfast.cli.web import checkpoints, jobs, runs
 from holdfast.cli.web.rendering import MAX_TEXT, _escape_text

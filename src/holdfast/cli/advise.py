@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from holdfast.cli import options
 from holdfast.cli.answers.history import Advise
+from holdfast.cli.options import command, option
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint
@@ -13,8 +15,25 @@ from holdfast.policy.auto import Auto
 from holdfast.policy.clock import Time, Unit
 
 
+@command(
+    "advise",
+    options.root,
+    option(
+        "--mtbf",
+        "TIME",
+        "Mean time between failures, such as 6h. [default: estimated from the run]",
+    ),
+    option(
+        "--overhead", "SHARE", "Share of the time that saves may take.", type=float, default=0.05
+    ),
+    answer=Advise,
+)
 def advise_root(root: str, *, mtbf: str | None, overhead: float) -> Answer:
-    """Compute the interval that `every="auto"` would use for the run in `root`."""
+    """Recommend how often to save.
+
+    Prints the interval that every="auto" would use, computed from the save times and failures that
+    the run recorded. The exit code is 3 if no checkpoint recorded its save times.
+    """
     auto = Auto(mtbf=mtbf, overhead=overhead)
     store = open_root(root)
     facts = read_recorded_costs(store)

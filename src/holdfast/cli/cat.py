@@ -8,9 +8,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import click
 import msgspec
 import numpy as np
 
+from holdfast.cli import options
+from holdfast.cli.child import limited
+from holdfast.cli.options import argument, command
 from holdfast.cli.output import Answer
 from holdfast.cli.sources import items_of, open_read, split_name
 from holdfast.errors import UsageError
@@ -41,17 +45,32 @@ class CatAnswer(msgspec.Struct, frozen=True):
     has it; else as Python writes it. A container has those of its members, tensors as shapes."""
 
 
-def show_value(text: str, name: str, rows: str | None) -> Answer:
-    """Print a tensor or a plain value of a source."""
-    with open_read(text) as source:
-        component, path = split_name(source, name)
-        part = source.parts[component]
-        node = _find(source, component, path)
+@command(
+    "cat",
+    options.source,
+    argument(
+        "name",
+        "NAME",
+        "COMPONENT:PATH, such as model:h.0.weight, or PATH if there is only one component.",
+    ),
+    click.Option(
+        ["--slice", "rows"], metavar="ROWS", help="Rows of the first dimension: 5, 0:2, :2, 2:."
+    ),
+    options.trust,
+    answer=CatAnswer,
+    wrap=limited("source"),
+)
+def show_value(source: str, name: str, rows: str | None) -> Answer:
+    """Print a tensor, some of its rows, or a plain value."""
+    with open_read(source) as opened:
+        component, path = split_name(opened, name)
+        part = opened.parts[component]
+        node = _find(opened, component, path)
         if not isinstance(node, TensorRef | ArrayRef):
             if rows is not None:
                 raise UsageError(f"--slice={rows!r}: {component}:{path} is no tensor")
-            return _of_value(source, part, f"{component}:{path}", node)
-        tensor = _sliced(LazyTensor(source, component, part.specs[node.key]), rows)
+            return _of_value(opened, part, f"{component}:{path}", node)
+        tensor = _sliced(LazyTensor(opened, component, part.specs[node.key]), rows)
         if math.prod(tensor.shape) > MAX_NUMBERS:
             raise UsageError(
                 f"{component}:{path} has {math.prod(tensor.shape):,} numbers, and at most "
@@ -59,7 +78,7 @@ def show_value(text: str, name: str, rows: str | None) -> Answer:
             )
         values = tensor.numpy()
     answer = CatAnswer(
-        source=source.url,
+        source=opened.url,
         name=f"{component}:{path}",
         dtype=tensor.dtype,
         shape=tensor.shape,

@@ -6,6 +6,8 @@ import click
 import msgspec
 from click.shell_completion import get_completion_class
 
+from holdfast.cli.app import app
+from holdfast.cli.options import argument, command
 from holdfast.cli.output import Answer
 
 _NAME, _VARIABLE = "holdfast", "_HOLDFAST_COMPLETE"
@@ -21,8 +23,16 @@ class CompletionAnswer(msgspec.Struct, frozen=True, kw_only=True):
     file."""
 
 
-def script(app: click.Command, shell: str) -> Answer:
-    """Build the completion script of a shell; it calls `holdfast` for each completion."""
+@command(
+    "completion",
+    argument("shell", "SHELL", "bash, zsh or fish.", type=click.Choice(["bash", "zsh", "fish"])),
+    answer=CompletionAnswer,
+)
+def write_completion(shell: str) -> Answer:
+    """Print the completion script for a shell.
+
+    For bash, add to ~/.bashrc: eval "$(holdfast completion bash)"
+    """
     found = get_completion_class(shell)
     assert found is not None, "the option allows the shells that click knows"
     completion = found(app, {}, _NAME, _VARIABLE)

@@ -7,9 +7,12 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import click
 import msgspec
 
-from holdfast.cli.child import is_foreign
+from holdfast.cli import options
+from holdfast.cli.child import is_foreign, limited
+from holdfast.cli.options import PATH, argument, command, flag, option, several
 from holdfast.cli.output import Answer, TextTable, format_nbytes, progress_bar
 from holdfast.cli.sources import open_named
 from holdfast.cli.target import named_keys, open_root_store, open_target, read_entry
@@ -97,6 +100,46 @@ class ExportAnswer(msgspec.Struct, frozen=True):
     """Whether nothing was written."""
 
 
+_RULES = several(
+    "--map", "rules", "OLD=NEW", "Rename tensors by patterns; or a file with one rule per line."
+)
+_ALLOW_LOSS = flag("--allow-loss", "Skip tensors that cannot be read or named, instead of failing.")
+_UNSAFE_PICKLE = flag(
+    "--unsafe-pickle", "For DCP: allow values that can only be pickled. Loading them runs code."
+)
+
+
+@command(
+    "import",
+    argument("source", "SOURCE", "A file or folder of another library, or ROOT@WHICH."),
+    options.root,
+    option(
+        "--step",
+        "N",
+        "Step of the new checkpoint. [default: the step in the source]",
+        type=click.IntRange(min=0),
+    ),
+    option("--label", "TEXT", "Label of the new checkpoint. [default: from the step]"),
+    _RULES,
+    options.components,
+    option(
+        "--optimizer",
+        "CLASS",
+        "Class of the optimizer, such as AdamW, if the source does not record it.",
+    ),
+    option(
+        "--parameters",
+        "FILE",
+        "File with the names of the model's parameters in order, one per line.",
+        type=PATH,
+    ),
+    _ALLOW_LOSS,
+    options.dry_run,
+    _UNSAFE_PICKLE,
+    options.trust,
+    answer=ImportAnswer,
+    wrap=limited("source"),
+)
 def bring_in(
     source: str,
     root: str,
@@ -111,7 +154,11 @@ def bring_in(
     dry_run: bool,
     unsafe_pickle: bool,
 ) -> Answer:
-    """Save a source as a new checkpoint of a root."""
+    """Save a file or folder of another library as a new checkpoint.
+
+    No code in the file runs. The file is read in a child process with at most 2 GiB of memory. The
+    output lists which values were skipped, and why.
+    """
     if (Path(source) / _DCP).is_file() and not (
         rules or components or optimizer or parameters or dry_run or allow_loss or named_keys()
     ):
@@ -208,11 +255,49 @@ def _build_import_answer(
     )
 
 
+@command(
+    "export",
+    argument(
+        "target", "ROOT[@WHICH]", f"{options.WHICH} Also a file or folder of another library."
+    ),
+    argument("output", "OUT", "A new file or folder."),
+    option(
+        "--to",
+        None,
+        "Format to write.",
+        type=click.Choice(["hf", "safetensors", "pt", "dcp"]),
+        required=True,
+    ),
+    options.components,
+    _RULES,
+    several(
+        "--config",
+        "configs",
+        "PATH",
+        "Also copy this file, or the files in this folder.",
+        type=PATH,
+    ),
+    option(
+        "--dtype",
+        None,
+        "Cast floating-point tensors of the model to this type.",
+        type=click.Choice(["f32", "f16", "bf16"]),
+    ),
+    option(
+        "--shard-size", "SIZE", "Split the weights into files of at most this size, such as 5GB."
+    ),
+    _ALLOW_LOSS,
+    options.dry_run,
+    _UNSAFE_PICKLE,
+    options.trust,
+    answer=ExportAnswer,
+    wrap=limited("target"),
+)
 def take_out(
     target: str,
     output: str,
-    to: str,
     *,
+    to: str,
     components: Sequence[str],
     rules: Sequence[str],
     configs: Sequence[Path],
@@ -222,7 +307,13 @@ def take_out(
     dry_run: bool,
     unsafe_pickle: bool,
 ) -> Answer:
-    """Write a checkpoint, or a file of weights, in the format of another library."""
+    """Write a checkpoint in the format of another library.
+
+    hf is a folder for from_pretrained, safetensors a file (a folder with --shard-size), pt a file
+    for torch.load, and dcp a folder for PyTorch Distributed Checkpoint. Without @WHICH, the latest.
+    --component is by default model, or the only module. The output lists which values were skipped
+    or converted.
+    """
     from holdfast.interop.exporting.files import expect_free
 
     out = Path(output)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from holdfast.cli import options
+from holdfast.cli.options import argument, command, flag
 from holdfast.cli.output import Answer, Code, TextTable, emitter, format_nbytes, progress_bar
 from holdfast.cli.target import open_root, open_root_store, open_target, unlocked
 from holdfast.errors import CorruptData, HoldfastError, NoCheckpoint, SealError, UsageError
@@ -50,8 +52,21 @@ class CopyAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Warnings, such as of a foreign `latest` that was left; they go to standard error, too."""
 
 
+@command(
+    "cp",
+    argument("sources", "ROOT@WHICH...", "Checkpoints; with --all, roots.", nargs=-1),
+    argument("to", "ROOT", "The root to copy to; it need not exist."),
+    flag("--all", "Copy all checkpoints of each root.", "whole"),
+    options.dry_run,
+    answer=CopyAnswer,
+)
 def copy_all(sources: Sequence[str], to: str, *, whole: bool, dry_run: bool) -> Answer:
-    """Copy checkpoints to the root `to`; with `whole`, all of each root in `sources`."""
+    """Copy checkpoints to another root, in any store.
+
+    Every digest is checked. Pins and tags are copied, and encrypted checkpoints remain encrypted.
+    After an interruption, the same command continues. The copy is the same run: you can resume from
+    it, but if training continues in both, another copy between them is refused.
+    """
     target = _open_target_root(to)
     done: list[CopiedCheckpoint] = []
     found = _sources(sources, done, whole=whole)

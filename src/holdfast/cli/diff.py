@@ -8,7 +8,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from holdfast.cli import options
+from holdfast.cli.child import limited
 from holdfast.cli.documents import is_timing
+from holdfast.cli.options import argument, command, option, several
 from holdfast.cli.output import Answer, Code, TextTable, number, one_line, progress_bar
 from holdfast.cli.sources import open_named
 from holdfast.errors import UsageError
@@ -48,6 +51,22 @@ class DiffAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Values with tensors that could not be read; with any, `equal` is false."""
 
 
+@command(
+    "diff",
+    argument("a", "A", options.SOURCE),
+    argument("b", "B", options.SOURCE),
+    options.components,
+    several(
+        "--ignore",
+        "ignored",
+        "PATTERN",
+        "Ignore values that match, such as rng or '**.eval_runtime'.",
+    ),
+    option("--fail-above", "X", "Tensors that differ by at most X count as equal.", type=float),
+    options.trust,
+    answer=DiffAnswer,
+    wrap=limited("a", "b"),
+)
 def diff(
     a: str,
     b: str,
@@ -56,9 +75,9 @@ def diff(
     ignored: Sequence[str] = (),
     fail_above: float | None = None,
 ) -> Answer:
-    """Compare two sources; the exit code is 0 if they are equal, and 1 if not.
+    """Compare two checkpoints or files.
 
-    They are not equal if a tensor of either cannot be read and is not ignored.
+    Structure, dtypes, numbers and plain values are compared. The exit code is 1 if they differ.
     """
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"--fail-above={fail_above}: must be a number of at least 0")

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from holdfast.cli.options import argument, command
 from holdfast.cli.output import Answer, Code, TextTable, format_nbytes
 from holdfast.cli.target import open_root_store, unlocked
 from holdfast.encryption.store import bare
@@ -97,10 +98,16 @@ class DoctorAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """What was checked, in order."""
 
 
+@command(
+    "doctor",
+    argument("root", "[ROOT]", "Folder or URL of a run, which need not exist.", required=False),
+    answer=DoctorAnswer,
+)
 def examine(root: str | None) -> Answer:
-    """Check this machine and, if given, a root.
+    """Check this machine, and whether a run could save into a root.
 
-    Only scratch files are written into the root, and removed. A root that does not exist stays so.
+    Each finding is ok, warn or fail, with a remedy; the exit code is 1 after a fail. Test files are
+    removed again.
     """
     findings = [*_machine(), *_packages(root)]
     if root is not None:

@@ -8,7 +8,9 @@ from contextlib import suppress
 
 import msgspec
 
+from holdfast.cli import options
 from holdfast.cli.documents import unread_line
+from holdfast.cli.options import command
 from holdfast.cli.output import Answer, TextTable, format_nbytes
 from holdfast.cli.target import open_root
 from holdfast.encryption.store import bare
@@ -71,8 +73,12 @@ class DuAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Checkpoints whose manifest cannot be read, with the reason; their files are `records`."""
 
 
+@command("du", options.root, answer=DuAnswer)
 def usage(root: str) -> Answer:
-    """Measure a root by the lengths of its files; nothing is read but the manifests."""
+    """Show the disk usage of a root, by checkpoint and component.
+
+    Also how much space the deletion of each checkpoint would free.
+    """
     store = open_root(root)
     entries, unread = Catalog(store).survey()
     known = {entry.folder: entry for entry in entries}

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import click
+
+from holdfast.cli import options
 from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.retention import ComingSave, Forecast, Gone, Kept
 from holdfast.cli.documents import expect_something_opened, unread_documents, unread_line
+from holdfast.cli.options import command, option
 from holdfast.cli.output import Answer, TextTable, format_nbytes
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint
@@ -15,15 +19,31 @@ from holdfast.policy.rules import parse_rule
 from holdfast.root.catalog import Catalog
 
 
-def forecast_deletions(root: str, *, number: int = 10, keep: str | None = None) -> Answer:
-    """List what retention deletes at the next `number` saves of a run."""
+@command(
+    "forecast",
+    options.root,
+    option(
+        "--saves",
+        "N",
+        "Number of saves to look ahead.",
+        type=click.IntRange(min=1, max=1000),
+        default=10,
+    ),
+    option("--keep", "RULE", "Retention rule. [default: the rule recorded by the run]"),
+    answer=Forecast,
+)
+def forecast_deletions(root: str, *, saves: int = 10, keep: str | None = None) -> Answer:
+    """List the deletions at the next saves, with reasons.
+
+    The rule and the intervals are those that the run recorded; the assumptions are printed.
+    """
     rule = None if keep is None else parse_rule(keep)
     store = open_root(root)
     entries, unread = Catalog(store).survey()
     expect_something_opened(entries, unread)
     if not entries:
         raise NoCheckpoint(f"{store.url}: no checkpoints yet")
-    found = forecast_retention(store, entries, keep=rule, number=number)
+    found = forecast_retention(store, entries, keep=rule, number=saves)
     folders = {entry.order: entry.folder for entry in entries}
     numbers = {one.save.order: place for place, one in enumerate(found.saves, 1)}
     members = {

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import click
+
+from holdfast.cli import options
 from holdfast.cli.answers.base import make_answer
-from holdfast.cli.answers.health import Gc
+from holdfast.cli.answers.health import Gc, GcDamaged
+from holdfast.cli.options import command, flag, option, several
 from holdfast.cli.output import Answer, Code, emitter, format_nbytes, say_event
 from holdfast.cli.target import open_root
 from holdfast.encryption.store import bare
@@ -18,8 +22,49 @@ from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 
 
-def clean(root: str, *, dry_run: bool, dead_epochs: Collection[int]) -> Answer:
-    """Remove uncommitted attempts and leftovers of deletions."""
+@command(
+    "gc",
+    options.root,
+    options.dry_run,
+    several(
+        "--dead-epoch",
+        "dead_epochs",
+        "N",
+        "Treat writer N as dead, for example if its host is gone.",
+        type=click.IntRange(min=1),
+    ),
+    option(
+        "--damaged",
+        "FOLDER",
+        "Show a checkpoint with a damaged or lost manifest; with --yes, delete it.",
+        show_default=False,
+    ),
+    flag("--yes", "With --damaged: delete it."),
+    answer=Gc,
+    other_answers={"--damaged": GcDamaged},
+)
+def clean(
+    root: str,
+    *,
+    dry_run: bool,
+    dead_epochs: Collection[int] = (),
+    damaged: str | None = None,
+    yes: bool = False,
+) -> Answer:
+    """Remove unfinished saves and leftovers of deletions.
+
+    Checkpoints are never removed, except the one that --damaged names if --yes is given. Nothing is
+    removed that a live writer may still finish. If a writer may be alive, a small marker remains;
+    the output shows the command that removes it.
+    """
+    if damaged is not None:
+        from holdfast.cli.damaged import remove  # which loads numpy
+
+        if dead_epochs:
+            raise UsageError("--damaged and --dead-epoch exclude each other")
+        return remove(root, damaged, is_sure=yes and not dry_run)
+    if yes:
+        raise UsageError("--yes needs --damaged FOLDER")
     store = bare(open_root(root))  # gc needs no key
     for epoch in dead_epochs:
         _check_dead(store, epoch)

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import click
+
+from holdfast.cli import options
 from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.keys import KeysGenerate, KeysList, KeysRotate
+from holdfast.cli.options import (
+    DECLARED,
+    NAMED,
+    PATH,
+    Commands,
+    KeySources,
+    argument,
+    command,
+    flag,
+    several,
+)
 from holdfast.cli.output import Answer, Code
-from holdfast.cli.target import NAMED, KeySources, keys_of, open_root
+from holdfast.cli.target import keys_of, open_root
 from holdfast.encryption.store import bare
 from holdfast.errors import UsageError
 from holdfast.keys import PrivateKey
@@ -20,8 +35,23 @@ from holdfast.maintenance.rotate_keys import rotate as rotate_root
 from holdfast.system import CLOSED_ON_EXEC, sync, sync_folder_path
 
 
+@click.group(no_args_is_help=True, cls=Commands)
+def keys() -> None:
+    """Generate, list and replace the keys of encrypted checkpoints."""
+
+
+DECLARED.add_command(keys)
+
+
+@command(
+    "generate",
+    argument("path", "PATH", "A new file, which only you can read.", type=PATH),
+    flag("--pair", "Write a key pair; PATH.pub is the public key, which only encrypts."),
+    answer=KeysGenerate,
+    group=keys,
+)
 def generate(path: Path, *, pair: bool) -> Answer:
-    """Generate a key, or with `pair` a private and a public one, and write it to a new file."""
+    """Write a new secret key to a new file."""
     key = new_key("private" if pair else "secret")
     _write_key_file(path, key.text, mode=0o600)
     document: dict[str, Any] = {"path": str(path), "key": key.name}
@@ -34,8 +64,12 @@ def generate(path: Path, *, pair: bool) -> Answer:
     return Answer(document=make_answer(KeysGenerate, document), parts=lines)
 
 
+@command("list", options.root, answer=KeysList, group=keys)
 def list_recipients(root: str) -> Answer:
-    """List which keys decrypt each encrypted checkpoint."""
+    """List the keys that decrypt each encrypted checkpoint.
+
+    No key is needed.
+    """
     store = bare(open_root(root))
     items = [*sealed_in(store)]
     lines = [
@@ -57,8 +91,31 @@ def list_recipients(root: str) -> Answer:
     )
 
 
-def rotate(root: str, to: KeySources, *, keep_old: bool) -> Answer:
-    """Encrypt the data keys of all encrypted checkpoints of a root for the new keys `to`."""
+@command(
+    "rotate",
+    options.root,
+    several("--to-file", "to_files", "PATH", "File with the new keys."),
+    several("--to-env", "to_variables", "NAME", "Environment variable that holds the new keys."),
+    several("--to-command", "to_commands", "COMMAND", "Command that prints the new keys."),
+    flag("--keep-old", "Keep the old keys valid."),
+    answer=KeysRotate,
+    group=keys,
+)
+def rotate(
+    root: str,
+    *,
+    to_files: Sequence[str],
+    to_variables: Sequence[str],
+    to_commands: Sequence[str],
+    keep_old: bool,
+) -> Answer:
+    """Replace the keys of all encrypted checkpoints.
+
+    The current keys are named before the command (holdfast --key-file OLD keys rotate). Only the
+    key records are rewritten. After an interruption, run the command again. Give a running training
+    the new keys first.
+    """
+    to = KeySources(files=to_files, variables=to_variables, commands=to_commands)
     old, new = keys_of(NAMED.get(KeySources())), keys_of(to)
     if not old:
         raise UsageError("keys rotate: name the keys of now with --key-file before the command")

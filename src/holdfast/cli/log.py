@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast.cli import options
 from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.history import Log, LoggedSave, RecordedSaveCost
 from holdfast.cli.costs import costs_of
 from holdfast.cli.documents import unread_documents, unread_line
+from holdfast.cli.options import command, flag
 from holdfast.cli.output import Answer, TextTable, format_nbytes
 from holdfast.cli.target import open_root
 from holdfast.errors import FormatError, HoldfastError, SealError
@@ -53,9 +55,20 @@ class _Life:
     saves: Sequence[LoggedSave]
 
 
+@command(
+    "log",
+    options.root,
+    flag("--saves", "Also list each save: its reason, its cost, and whether it still exists."),
+    answer=Log,
+)
 @collector_paused()
 def log_root(root: str, *, saves: bool = False) -> Answer:
-    """List the lives of a run, oldest first; with `saves` also each save. Claims nothing."""
+    """List the sessions of a run, oldest first.
+
+    A session is the time in which one process owns the run. Shown are its host and process, the
+    step from which it resumed, its last save, how many of its checkpoints still exist, and how it
+    ended. Reasons of deletions and changes of arguments, data and versions are listed below.
+    """
     store = open_root(root)
     catalog = Catalog(store)
     entries, unread = catalog.survey()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.cli import options
 from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.checkpoints import Ls
 from holdfast.cli.documents import (
@@ -18,6 +19,7 @@ from holdfast.cli.documents import (
     unread_documents,
     unread_line,
 )
+from holdfast.cli.options import command
 from holdfast.cli.output import Answer, Code, TextTable, format_nbytes, number, one_line
 from holdfast.cli.target import open_root
 from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
@@ -54,9 +56,16 @@ class _RootContents:
     """Files that are missing or have the wrong length, by folder."""
 
 
+@command("ls", options.root, answer=Ls)
 @collector_paused()
 def list_root(root: str) -> Answer:
-    """List the checkpoints of a root, newest first, and its owner and readers."""
+    """List the checkpoints of a root, newest first.
+
+    The last column has marks: latest and best (the checkpoints that ROOT@latest and ROOT@best
+    name), rejected (a resume found damage), left behind (a rollback went back to an older
+    checkpoint), unhealthy (a resume skips it), by NAME (the saver), and #tag. Unreadable manifests,
+    unfinished saves, the owner of the run and readers are listed below the table.
+    """
     store = open_root(root)
     contents = _read_root_contents(store)
     expect_something_opened(contents.entries, contents.unread)

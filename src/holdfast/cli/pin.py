@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from holdfast.cli import options
 from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.checkpoints import Marked
+from holdfast.cli.options import argument, command
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_target, read_entry
 from holdfast.errors import UsageError
@@ -14,14 +16,48 @@ from holdfast.root.address import split_folder, split_source
 from holdfast.store.base import Store
 
 
-def mark(
+@command("pin", options.one, answer=Marked)
+def pin(target: str) -> Answer:
+    """Protect a checkpoint from deletion by retention rules."""
+    return _change_marks(target, pinned=True)
+
+
+@command("unpin", options.one, answer=Marked)
+def unpin(target: str) -> Answer:
+    """Remove the pin of a checkpoint.
+
+    Retention rules apply to it again.
+    """
+    return _change_marks(target, pinned=False)
+
+
+@command("tag", options.one, argument("tags", "TAG...", "Tags to add.", nargs=-1), answer=Marked)
+def tag(target: str, tags: Sequence[str]) -> Answer:
+    """Add tags to a checkpoint.
+
+    Retention rules keep tagged checkpoints, and ROOT@TAG names the checkpoint.
+    """
+    return _change_marks(target, tags=tags)
+
+
+@command(
+    "untag", options.one, argument("tags", "TAG...", "Tags to remove.", nargs=-1), answer=Marked
+)
+def untag(target: str, tags: Sequence[str]) -> Answer:
+    """Remove tags from a checkpoint.
+
+    Only tags that were added after the save can be removed.
+    """
+    return _change_marks(target, remove_tags=tags)
+
+
+def _change_marks(
     target: str,
     *,
     pinned: bool | None = None,
     tags: Sequence[str] = (),
     remove_tags: Sequence[str] = (),
 ) -> Answer:
-    """Pin or unpin a checkpoint, add and remove tags; retention keeps what is pinned or tagged."""
     root, which = split_source(target)
     if which is None and not split_folder(root)[1]:
         raise UsageError(f"{target!r}: name one checkpoint, as ROOT@WHICH")

@@ -12,10 +12,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import click
+
+from holdfast.cli import options
 from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.history import MetricSeries, Plot
 from holdfast.cli.documents import is_timing
 from holdfast.cli.drawing import expect_drawable, save_figure
+from holdfast.cli.options import PATH, command, option, several
 from holdfast.cli.output import Answer, TextTable, number, one_line
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint, UsageError
@@ -60,8 +64,26 @@ class _Record:
     """Lines that are none of a log."""
 
 
+@command(
+    "plot",
+    options.root,
+    click.Option(
+        ["-o", "--output"],
+        metavar="FILE",
+        help="Draw a .png, .svg or .pdf file. Without it, list the curves.",
+        type=PATH,
+    ),
+    several("--metric", "metrics", "NAME", "Draw this metric instead of the usual ones."),
+    option("--log", "PATH", "Log of the Trainer. [default: ROOT/log/train.jsonl]", type=PATH),
+    answer=Plot,
+)
 def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | None) -> Answer:
-    """Gather the curves of a run from its log and manifests, and draw them into a file."""
+    """Draw loss, learning rate and throughput over steps.
+
+    Values come from the log of a Trainer, or else from the metrics of the checkpoints. Ticks mark
+    saves, dashed lines resumes: green after a clean end, red after a crash. Drawing needs pip
+    install 'holdfast-torch[plot]'.
+    """
     if output is not None:
         expect_drawable(output, "--output")
     store = open_root(root)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holdfast.cli import options
 from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.retention import Prune
 from holdfast.cli.documents import (
@@ -15,6 +16,7 @@ from holdfast.cli.documents import (
     unread_documents,
     unread_line,
 )
+from holdfast.cli.options import command, option
 from holdfast.cli.output import Answer, Code, TextTable, emitter, format_nbytes
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint
@@ -26,8 +28,20 @@ from holdfast.root.catalog import Catalog, Entry
 _OTHER_RUN = "copied here from another run, which this one does not judge"
 
 
-def clean(root: str, *, keep: str, dry_run: bool) -> Answer:
-    """Apply the retention rule in `keep`, or only report what it would do."""
+@command(
+    "prune",
+    options.root,
+    option("--keep", "RULE", "Retention rule, such as last:3,best:loss:min:2.", required=True),
+    options.dry_run,
+    answer=Prune,
+)
+def prune_root(root: str, *, keep: str, dry_run: bool) -> Answer:
+    """Delete the checkpoints that a retention rule does not keep.
+
+    The reason is printed for each. NAME=RULE is a rule for one saver; a saver without a rule keeps
+    everything. The command is refused while a live process owns the run. Checkpoints that are being
+    read or wait for an upload are kept.
+    """
     rule = parse_rule(keep)
     store = open_root(root)
     entries, unread = Catalog(store).survey()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from holdfast.cli import options
 from holdfast.cli.answers.base import Owner, make_answer
 from holdfast.cli.answers.checkpoints import ResumePlan, ResumeStep
 from holdfast.cli.ls import owner_of
+from holdfast.cli.options import command, flag
 from holdfast.cli.output import Answer, Code, TextTable, progress_bar
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint
@@ -13,8 +15,18 @@ from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 
 
+@command(
+    "resume-plan",
+    options.root,
+    flag("--verify", "Read candidates in full until one is intact."),
+    answer=ResumePlan,
+)
 def plan_of(root: str, *, verify: bool) -> Answer:
-    """List the candidates of a resume in its order; with `verify` read them until one is whole."""
+    """Show which checkpoint a resume would use, and why.
+
+    Checkpoints are listed in the order in which resume() tries them. Only manifests and file sizes
+    are read, and nothing is claimed. The exit code is 1 if no checkpoint can be used.
+    """
     store = open_root(root)
     steps = _verified(store) if verify else resume_steps(store)
     if not steps:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import click
 import msgspec
 
+from holdfast.cli import options
 from holdfast.cli.documents import expect_something_opened
+from holdfast.cli.options import command, flag, option, several
 from holdfast.cli.output import Answer, Code, emitter, format_nbytes, printable
 from holdfast.cli.target import open_root, open_root_store, unlocked
 from holdfast.errors import FormatError, NoCheckpoint, SealError, UsageError, listing
@@ -71,8 +74,30 @@ class Leave:
     yes: bool
 
 
-def rm(target: str, leave: Leave) -> Answer:
-    """Delete one checkpoint, after the user has confirmed it and given a reason."""
+_LEAVE = (
+    option(
+        "--reason",
+        "TEXT",
+        "Reason to record for `holdfast log`. On a terminal, rm asks for it.",
+        default="",
+        show_default=False,
+    ),
+    flag("--even-pinned", "Allow deleting a pinned or tagged checkpoint."),
+    flag("--even-latest", "Allow deleting the checkpoint from which the run would resume."),
+    options.dry_run,
+    flag("--yes", "Do not ask for confirmation."),
+)
+
+
+@command("rm", options.one, *_LEAVE, answer=RemovedAnswer)
+def rm(target: str, **given: Any) -> Answer:
+    """Delete one checkpoint, and record the reason.
+
+    Nothing is deleted if the checkpoint is pinned or tagged, if the run would resume from it, if it
+    is being read or uploaded, or if a live process owns the run. First, the checkpoint from which
+    the run would resume is verified. With --yes, name a step or a folder, not latest.
+    """
+    leave = Leave(**given)
     store, which = _open_target(target)
     if which == "latest" and leave.yes:
         raise UsageError(
@@ -92,8 +117,21 @@ def rm(target: str, leave: Leave) -> Answer:
     return _carried_out(store, examine(store, entry), leave, command="rm")
 
 
-def thin(target: str, components: Sequence[str], leave: Leave) -> Answer:
-    """Drop components of one checkpoint, after the user has confirmed it."""
+@command(
+    "thin",
+    options.one,
+    several(
+        "--drop", "components", "COMPONENT", "Component to drop, such as optimizer.", required=True
+    ),
+    *_LEAVE,
+    answer=RemovedAnswer,
+)
+def thin(target: str, components: Sequence[str], **given: Any) -> Answer:
+    """Delete components of a checkpoint, such as the optimizer.
+
+    The other components are kept, but a run can no longer resume from it.
+    """
+    leave = Leave(**given)
     store, which = _open_target(target)
     entry = _only(store, which)
     wanted = tuple(dict.fromkeys(components))
@@ -207,13 +245,7 @@ def _carried_out(store: Store, asked: DeletionPlan, leave: Leave, *, command: st
         reason = _reason(asked, leave, command=command)
         if not leave.yes and not click.confirm("Delete?", err=True):
             return _build_removal_answer(store, asked, leave, kept_because="you said no")
-        leave = Leave(
-            reason=reason,
-            even_pinned=leave.even_pinned,
-            even_latest=leave.even_latest,
-            dry_run=False,
-            yes=True,
-        )
+        leave = replace(leave, reason=reason)
         warnings: list[str] = []
         why = delete_as_planned(store, asked, reason=reason, emit=emitter(warnings))
         return _build_removal_answer(

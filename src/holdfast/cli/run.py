@@ -10,8 +10,10 @@ import click
 
 from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.training import ChildLived, RunEnd
+from holdfast.cli.options import argument, command, option
 from holdfast.cli.output import Code, TextTable, aligned, give_line, write_message
 from holdfast.cli.supervisor import (
+    REQUEUE_CODE,
     ChildLife,
     ChildProcess,
     RestartLimits,
@@ -57,8 +59,46 @@ class Restarts:
         )
 
 
-def run_command(command: Sequence[str], restarts: Restarts, *, as_json: bool) -> int:
-    """Run a command until it succeeds, is stopped, or makes no progress; return the exit code."""
+@command(
+    "run",
+    argument("command", "COMMAND...", "The program to run, with its arguments.", nargs=-1),
+    option("--root", "ROOT", "Run whose new checkpoints count as progress."),
+    option(
+        "--max-failures",
+        "N",
+        "Give up after N restarts in a row without progress.",
+        type=click.IntRange(min=1),
+        default=5,
+    ),
+    option(
+        "--backoff", "TIME", "First pause before a restart; it doubles each time.", default="1s"
+    ),
+    option("--backoff-max", "TIME", "Longest pause.", default="60s"),
+    option(
+        "--progress-after",
+        "TIME",
+        "Without --root, running this long counts as progress. [default: 10min]",
+    ),
+    option(
+        "--requeue-code",
+        "N",
+        "Exit code that ends the command without a restart.",
+        type=click.IntRange(min=1, max=255),
+        default=REQUEUE_CODE,
+    ),
+    option("--grace", "TIME", "Kill the training this long after a signal.", default="5min"),
+    answer=RunEnd,
+    json_lines="Print a JSON object after each session and at the end.",
+    # Options after the program's name are the program's own.
+    context_settings={"allow_interspersed_args": False},
+)
+def run_command(command: Sequence[str], *, as_json: bool, **given: Any) -> int:
+    """Run a training, and restart it when it crashes.
+
+    It is restarted as long as it makes progress. The command exits with the code of the
+    program, or with 4 after too many restarts.
+    """
+    restarts = Restarts(**given)
     limits = restarts.limits()
     head = None if restarts.root is None else _head_of(_open_new_root(restarts.root))
     tell = _report_json if as_json else _report_life

@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from holdfast.cli import options
 from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.training import Save
+from holdfast.cli.options import command, option, several
 from holdfast.cli.output import Answer, printable, write_message
 from holdfast.cli.target import open_root
 from holdfast.control.save_requests import answer_to, is_open, new_id, put_save_request, withdraw
@@ -38,8 +40,23 @@ _OWNER_S = 2.0
 """Seconds between two checks that the owner is alive."""
 
 
+@command(
+    "save",
+    options.root,
+    several("--tag", "tags", "TAG", "Tag for the checkpoint; tagged checkpoints are kept."),
+    option(
+        "--reason", "TEXT", "Reason to record in the checkpoint.", default="", show_default=False
+    ),
+    option("--timeout", "TIME", "Withdraw the request after this time.", default="10min"),
+    answer=Save,
+)
 def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer:
-    """Ask the owner of the run in `root` to save at its next step, and wait for the checkpoint."""
+    """Ask a running training for a checkpoint, and wait for it.
+
+    The training saves at the end of the current step, when it calls maybe_save; the Trainer always
+    does. The command is refused if no live process owns the run. Creating the file
+    ROOT/requests/now also asks for a checkpoint, without waiting.
+    """
     timeout_s = float(parse(timeout, what="--timeout", units={Unit.SECOND}).value)
     store = open_root(root)
     owner = _RunOwner(store)

@@ -6,56 +6,17 @@ import ast
 import inspect
 import json
 import textwrap
-from collections.abc import Mapping
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import click
 import msgspec
 
 from holdfast.cli.answers.base import Document, make_answer
+from holdfast.cli.app import MODULES, load_command
+from holdfast.cli.options import DescribedCommand, argument, command
 from holdfast.cli.output import SCHEMA, Answer
 from holdfast.errors import UsageError
-
-ANSWERS: Mapping[str, str] = {
-    "ls": "answers.checkpoints:Ls",
-    "show": "answers.checkpoints:Show",
-    "resume-plan": "answers.checkpoints:ResumePlan",
-    "log": "answers.history:Log",
-    "verify": "answers.health:Verify",
-    "prune": "answers.retention:Prune",
-    "forecast": "answers.retention:Forecast",
-    "pin": "answers.checkpoints:Marked",
-    "unpin": "answers.checkpoints:Marked",
-    "tag": "answers.checkpoints:Marked",
-    "untag": "answers.checkpoints:Marked",
-    "import": "convert:ImportAnswer",
-    "export": "convert:ExportAnswer",
-    "save": "answers.training:Save",
-    "uploads": "answers.uploads:UploadsAnswer",
-    "gc": "answers.health:Gc",
-    "gc --damaged": "answers.health:GcDamaged",
-    "advise": "answers.history:Advise",
-    "plot": "answers.history:Plot",
-    "tree": "tree:TreeAnswer",
-    "cat": "cat:CatAnswer",
-    "diff": "diff:DiffAnswer",
-    "stats": "stats:StatsAnswer",
-    "du": "du:DuAnswer",
-    "cp": "cp:CopyAnswer",
-    "rm": "rm:RemovedAnswer",
-    "thin": "rm:RemovedAnswer",
-    "scrub": "scrub:ScrubAnswer",
-    "watch": "watch:WatchedRun",
-    "serve": "web.serve:ServeAnswer",
-    "doctor": "doctor:DoctorAnswer",
-    "completion": "completion:CompletionAnswer",
-    "schema": "schema:SchemaShown",
-    "run": "answers.training:RunEnd",
-    "keys generate": "answers.keys:KeysGenerate",
-    "keys list": "answers.keys:KeysList",
-    "keys rotate": "answers.keys:KeysRotate",
-}
-"""Command → module of `holdfast.cli` and struct of its answer (of `run`: the last line)."""
 
 _NO_NUMBER = {"enum": ["nan", "inf", "-inf"]}
 
@@ -67,13 +28,25 @@ class SchemaShown(Document, frozen=True):
     """The JSON Schema, draft 2020-12."""
 
 
-def struct_of(command: str) -> type[msgspec.Struct]:
-    """Return the struct with which a command answers."""
-    if command not in ANSWERS:
-        raise UsageError(f"{command!r}: no command with a schema; those are {', '.join(ANSWERS)}")
-    module, _, name = ANSWERS[command].partition(":")
-    found: type[msgspec.Struct] = getattr(import_module(f"holdfast.cli.{module}"), name)
+def struct_of(name: str) -> type[msgspec.Struct]:
+    """Return the struct with which a command answers, such as `ls` or `gc --damaged`."""
+    words, _, option = name.partition(" --")
+    answers = find_answers(words)
+    found = answers.get(f"--{option}" if option else "")
+    if found is None:
+        raise UsageError(f"{name!r}: no command with a schema; those are {', '.join(MODULES)}")
     return found
+
+
+def find_answers(name: str) -> Mapping[str, type[msgspec.Struct]]:
+    """Return the structs of a command's answers; none if there is no such command."""
+    first, _, second = name.partition(" ")
+    found = load_command(first) if first in MODULES else None
+    if isinstance(found, click.Group):
+        found = found.commands.get(second)
+    elif second:
+        found = None
+    return found.answers if isinstance(found, DescribedCommand) else {}
 
 
 def schema_of(command: str) -> dict[str, Any]:
@@ -93,9 +66,14 @@ def schema_of(command: str) -> dict[str, Any]:
     }
 
 
-def show_schema(command: str) -> Answer:
-    """Show the JSON Schema of a command's answer."""
-    found = schema_of(command)
+@command(
+    "schema",
+    argument("command", "COMMAND...", "A command, such as ls or keys list.", nargs=-1),
+    answer=SchemaShown,
+)
+def show_schema(command: Sequence[str]) -> Answer:
+    """Print the JSON Schema of a command's --json output."""
+    found = schema_of(" ".join(command))
     text = json.dumps(found, indent=2)
     return Answer(document=make_answer(SchemaShown, {"schema": found}), parts=[text])
 

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import click
 import msgspec
 
+from holdfast.cli import options
 from holdfast.cli.answers.base import Unopened
 from holdfast.cli.answers.health import ProblemFound, Verified, Verify
+from holdfast.cli.options import PATH, command, option
 from holdfast.cli.output import Answer, progress_bar
 from holdfast.cli.target import open_root
 from holdfast.cli.verify import answer_of
@@ -68,14 +71,24 @@ class ScrubAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Notes, as of `verify`."""
 
 
+@command(
+    "scrub",
+    options.root,
+    option(
+        "--rate", "SIZE", "Read at most this much per second, such as 50MB. [default: no limit]"
+    ),
+    click.Option(
+        ["--resume", "place"],
+        metavar="FILE",
+        help="Keep the progress in this file, and continue from there.",
+        type=PATH,
+    ),
+    answer=ScrubAnswer,
+)
 def scrub(root: str, *, rate: str | None, place: Path | None) -> Answer:
-    """Verify all checkpoints of a root, the newest first.
+    """Verify a whole root at a limited rate, in parts.
 
-    Args:
-        root: path or URL of the root.
-        rate: bytes per second to read at most, such as `50MB`; None: no limit.
-        place: file in which the place is kept; if it exists and its pass has not ended, that pass
-            goes on.
+    For a nightly timer: timeout 6h holdfast scrub ROOT --rate 50MB --resume progress.json
     """
     limit = None if rate is None else _rate(rate)
     store = open_root(root)

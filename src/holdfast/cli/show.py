@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from holdfast.cli import options
 from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.checkpoints import Show
 from holdfast.cli.documents import codecs, details_document, nbytes_left
+from holdfast.cli.options import command, flag
 from holdfast.cli.output import Answer, TextTable, format_nbytes, number
 from holdfast.cli.target import open_target, read_entry
 from holdfast.errors import CorruptData
@@ -22,8 +24,17 @@ from holdfast.store.base import Store
 _IMPORTED = "imported"
 
 
+@command(
+    "show",
+    options.target,
+    flag("--tensors", "List all tensors with type, shape, size and file."),
+    answer=Show,
+)
 def show(target: str, *, tensors: bool) -> Answer:
-    """Show the manifest of a checkpoint, and on request its tensors."""
+    """Show the manifest of one checkpoint.
+
+    That is its counters, metrics, components, origin and numerics. Without @WHICH, the latest.
+    """
     store, folder = open_target(target)
     entry = read_entry(store, folder)
     document: dict[str, Any] = {

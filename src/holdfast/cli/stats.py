@@ -9,7 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.cli import options
+from holdfast.cli.child import limited
 from holdfast.cli.drawing import expect_drawable, save_figure
+from holdfast.cli.options import PATH, command, option, several
 from holdfast.cli.output import Answer, TextTable, number, progress_bar
 from holdfast.cli.sources import choose_components, open_read, split_name
 from holdfast.cli.target import named_file_key, named_keys
@@ -46,26 +49,37 @@ class StatsAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The file that was drawn."""
 
 
+@command(
+    "stats",
+    options.source,
+    options.components,
+    several("--tensor", "tensors", "NAME", "Only this tensor: COMPONENT:PATH."),
+    option("--plot", "FILE", "Draw the histograms (.png, .svg or .pdf).", type=PATH),
+    options.trust,
+    answer=StatsAnswer,
+    wrap=limited("source"),
+)
 def stats(
-    text: str,
+    source: str,
     *,
     components: Collection[str] = (),
     tensors: Collection[str] = (),
     plot: Path | None = None,
 ) -> Answer:
-    """Compute the statistics of all tensors, or of the named ones (`component:path`).
+    """Compute statistics of each tensor, such as norm and mean.
 
-    With `plot`, draw their exponents into a file.
+    Also extremes, zeros, values that are not finite, rows of zeros, and a histogram by powers of
+    two.
     """
     if plot is not None:
         expect_drawable(plot, "--plot")
-    with Forks() as forks, open_read(text) as source:
-        names = choose_components(source, components)
-        found = tuple(_with_progress(source, _wanted(source, names, tensors), forks))
+    with Forks() as forks, open_read(source) as opened:
+        names = choose_components(opened, components)
+        found = tuple(_with_progress(opened, _wanted(opened, names, tensors), forks))
         answer = StatsAnswer(
-            source=source.url,
-            format=source.format,
-            step=source.step,
+            source=opened.url,
+            format=opened.format,
+            step=opened.step,
             tensors=found,
             plot=None if plot is None else str(plot),
         )

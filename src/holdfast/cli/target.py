@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
 from contextlib import suppress
-from contextvars import ContextVar
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.cli.options import NAMED, PATIENCE, KeySources
 from holdfast.errors import (
     AccessDenied,
     KeyUnavailable,
@@ -36,9 +33,6 @@ if TYPE_CHECKING:
     from holdfast.keys import Encryption, Key
 
 _MAX_FILE_KEY_NBYTES = 256
-
-PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
-"""Value of `--timeout`: how long an object store may leave requests unanswered."""
 
 
 def open_root_store(root: str) -> Store:
@@ -113,22 +107,6 @@ def _expect_folder(path: str) -> None:
         return  # The store's own error says why it cannot be read.
     if not stat.S_ISDIR(mode):
         raise NoCheckpoint(f"{path}: not a folder")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeySources:
-    """Files, environment variables and commands that give keys; read only when needed."""
-
-    files: Sequence[str] = ()
-    variables: Sequence[str] = ()
-    commands: Sequence[str] = ()
-    accepts_plain: bool = False
-    file_key: Path | None = None
-    """File with the key of a file of another library."""
-
-
-NAMED: ContextVar[KeySources] = ContextVar("named keys")
-"""Key sources given before the command, such as `--key-file`."""
 
 
 def unlocked(store: Store) -> Store:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sized
 from typing import Any
 
+import click
 import msgspec
 
+from holdfast.cli import options
+from holdfast.cli.child import limited
+from holdfast.cli.options import command, option
 from holdfast.cli.output import Answer, TextTable, format_nbytes
 from holdfast.cli.sources import choose_components, items_of, open_read, shape_text, tensors_of
 from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
@@ -70,21 +74,33 @@ class TreeAnswer(msgspec.Struct, frozen=True):
     """What the source holds and cannot give."""
 
 
-def show_tree(text: str, *, depth: int | None, components: Collection[str]) -> Answer:
-    """Show the structure of a source; with `depth`, only so many levels below a component."""
-    with open_read(text) as source:
-        names = choose_components(source, components)
+@command(
+    "tree",
+    options.source,
+    option("--depth", "N", "Levels to show below each component.", type=click.IntRange(min=0)),
+    options.components,
+    options.trust,
+    answer=TreeAnswer,
+    wrap=limited("source"),
+)
+def show_tree(source: str, *, depth: int | None, components: Collection[str]) -> Answer:
+    """Show the structure of a checkpoint or a file.
+
+    That is dtype, shape and size of tensors, and plain values. No tensor is read.
+    """
+    with open_read(source) as opened:
+        names = choose_components(opened, components)
         answer = TreeAnswer(
-            source=source.url,
-            format=source.format,
-            step=source.step,
-            components=tuple(_describe_component(source, name) for name in names),
-            left_out=tuple(source.left_out),
+            source=opened.url,
+            format=opened.format,
+            step=opened.step,
+            components=tuple(_describe_component(opened, name) for name in names),
+            left_out=tuple(opened.left_out),
         )
-        step = "" if source.step is None else f", step {source.step}"
-        parts: list[str | TextTable] = [f"{source.url}  ({source.format}{step})"]
-        parts.append(_make_tree_table(source, names, depth))
-        parts += [f"not carried over: {one.path}: {one.why}" for one in source.left_out]
+        step = "" if opened.step is None else f", step {opened.step}"
+        parts: list[str | TextTable] = [f"{opened.url}  ({opened.format}{step})"]
+        parts.append(_make_tree_table(opened, names, depth))
+        parts += [f"not carried over: {one.path}: {one.why}" for one in opened.left_out]
     return Answer(document=answer, parts=parts)
 
 

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from holdfast.cli import options
 from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.uploads import UploadsAnswer
+from holdfast.cli.options import command
 from holdfast.cli.output import Answer, Code, TextTable, format_nbytes
 from holdfast.cli.target import open_root, open_root_store
 from holdfast.encryption.store import bare
@@ -41,8 +43,12 @@ class _Line:
     """Like the three above, from the note on the upload; None without a note."""
 
 
+@command("uploads", options.root, answer=UploadsAnswer)
 def show_uploads(root: str) -> Answer:
-    """List the checkpoints of a local root, newest first, with their upload state."""
+    """Show which checkpoints are uploaded, waiting or failed.
+
+    ROOT is the local root of a run with two tiers.
+    """
     store = bare(open_root(root))
     ledger = Ledger(store)
     tiers = ledger.tiers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.cli import options
 from holdfast.cli.answers.base import make_answer
 from holdfast.cli.answers.health import Verify
 from holdfast.cli.documents import (
@@ -11,6 +12,7 @@ from holdfast.cli.documents import (
     unread_documents,
     unread_line,
 )
+from holdfast.cli.options import command, flag, option
 from holdfast.cli.output import Answer, Code, format_nbytes, progress_bar
 from holdfast.cli.target import open_root, open_target
 from holdfast.errors import NoCheckpoint, UsageError
@@ -23,16 +25,25 @@ from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 
 
-def verify_target(target: str, *, seen: str | None = None, decode: bool = True) -> Answer:
-    """Verify one checkpoint, or all committed checkpoints of a root.
+@command(
+    "verify",
+    options.target,
+    option(
+        "--seen",
+        "TEXT",
+        "Fail if the latest checkpoint is older than this commit (Checkpoint.seen).",
+    ),
+    flag("--stored-only", "Do not decompress; check the stored bytes only, which is faster."),
+    answer=Verify,
+)
+def verify_target(target: str, *, seen: str | None = None, stored_only: bool = False) -> Answer:
+    """Read every byte and compare it with its digest.
 
-    Without `decode`, compressed files are compared as stored, and not decompressed.
-
-    Raises:
-        NoCheckpoint: the root has no checkpoint.
-        SealError: the keys decrypt no checkpoint.
-        RolledBack: the newest checkpoint is older than the one that was `seen`.
+    Without @WHICH, all checkpoints. Local files are read from the disk, not from the page cache.
+    All damage is listed with file, block and tensors; nothing is changed. A training may continue
+    in the meantime. For an encrypted checkpoint without a key, the encrypted bytes are compared.
     """
+    decode = not stored_only
     known = parse_seen(seen)
     root, which = split_source(target)
     if which is None and not split_folder(root)[1]:

@@ -11,6 +11,8 @@ from datetime import datetime, timezone
 import click
 import msgspec
 
+from holdfast.cli import options
+from holdfast.cli.options import command, flag, option
 from holdfast.cli.output import Code, TextTable, aligned, format_nbytes, give_line, printable
 from holdfast.cli.target import open_root
 from holdfast.encryption.store import bare
@@ -110,8 +112,20 @@ class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
     """What waits for its upload, oldest first."""
 
 
+@command(
+    "watch",
+    options.root,
+    option("--every", "TIME", "Time between updates. [default: 2s; 10s for an object store]"),
+    flag("--once", "Show the current state and exit."),
+    answer=WatchedRun,
+    json_lines="Print a JSON object at each change.",
+)
 def watch_root(root: str, *, every: str | None, once: bool, as_json: bool) -> int:
-    """Show the state of a run, again after each change, until Ctrl-C; with `once`, once."""
+    """Show the state of a run as it changes.
+
+    Shown are the newest checkpoints, unfinished saves, uploads and the owner. Nothing is claimed,
+    and no key is needed.
+    """
     store = open_root(root)
     default = "2s" if store.has_folders else "10s"
     pause_s = float(parse(every or default, what="--every", units={Unit.SECOND}).value)

@@ -15,6 +15,7 @@ from typing import Any
 import click
 import msgspec
 
+from holdfast.cli.options import argument, command, option, several
 from holdfast.cli.output import Code, give_line, printable, write_message
 from holdfast.cli.target import open_root
 from holdfast.errors import TransientStoreError, UsageError
@@ -66,6 +67,25 @@ class ServeAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """The runs."""
 
 
+@command(
+    "serve",
+    argument("roots", "ROOT...", "Folders or URLs of runs.", nargs=-1),
+    option(
+        "--port",
+        "N",
+        "Port on 127.0.0.1. [default: 8770, or a free port]",
+        type=click.IntRange(min=0, max=65535),
+    ),
+    option("--path-prefix", "PATH", "Path prefix under a proxy.", default="", show_default=False),
+    several("--allow-host", "allow_hosts", "NAME", "Also accept this host name, for a proxy."),
+    click.Option(
+        ["--open/--no-open", "is_opening"],
+        default=False,
+        help="Open a browser. Other local users may then see the URL.",
+    ),
+    answer=ServeAnswer,
+    json_lines="Print a JSON object when the server is ready.",
+)
 def serve(
     roots: Sequence[str],
     *,
@@ -75,7 +95,10 @@ def serve(
     is_opening: bool,
     as_json: bool,
 ) -> int:
-    """Serve the page until Ctrl-C."""
+    """Show runs in the browser, on 127.0.0.1, until Ctrl-C.
+
+    The printed URL has a token that gives access. Needs pip install 'holdfast-torch[web]'.
+    """
     prefix = path_prefix.rstrip("/")
     if not _PREFIX.fullmatch(prefix) or ".." in prefix:
         raise UsageError(f"--path-prefix={path_prefix!r}: write it as /holdfast")
