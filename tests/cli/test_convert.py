@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from children import environment
 from holdfast import CheckpointManager
-from holdfast.cli import child
+from holdfast.cli import sources
 from holdfast.cli.convert import nbytes_of
 from holdfast.errors import UsageError
 from holdfast.interop.opening import open_source
@@ -218,7 +218,7 @@ def test_roots_and_checkpoints_are_not_files_of_other_libraries(
     [checkpoint, *_] = [path.parent for path in root.glob("*/manifest.json")]
     foreign = [file, tmp_path]
     own = [root, checkpoint, f"{root}@latest", "s3://bucket/run", tmp_path / "missing"]
-    assert [child.is_foreign(str(one)) for one in (*foreign, *own)] == [True] * 2 + [False] * 5
+    assert [sources.is_foreign(str(one)) for one in (*foreign, *own)] == [True] * 2 + [False] * 5
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: Path(path).write_text("{}")])
@@ -227,7 +227,7 @@ def test_a_manifest_that_is_none_of_ours_lifts_no_limits(
 ) -> None:
     file.rename(tmp_path / "model.safetensors")
     make(tmp_path / "manifest.json")
-    assert child.is_foreign(str(tmp_path))
+    assert sources.is_foreign(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "a/" * 3000])
@@ -242,7 +242,7 @@ def test_a_foreign_file_is_read_in_a_child_that_has_the_answer(file: Path, tmp_p
     for name in ("torch.py", "numpy.py", "holdfast.py"):
         (tmp_path / name).write_text("raise SystemExit('run from the current folder')")
     run = str(tmp_path / "run")
-    command = [sys.executable, "-c", child._PROGRAM, "import", file.name, run, "--step", "3"]
+    command = [sys.executable, "-c", sources._PROGRAM, "import", file.name, run, "--step", "3"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment()
     )
@@ -266,7 +266,7 @@ def test_a_child_that_dies_names_the_file_and_what_lifts_the_limit(
     program: str,
     message: str,
 ) -> None:
-    monkeypatch.setattr(child, "_PROGRAM", program)
+    monkeypatch.setattr(sources, "_PROGRAM", program)
     done = holdfast("import", file, tmp_path / "run", "--step", 3)
     assert done.code == 1
     assert str(file) in done.err
@@ -293,9 +293,9 @@ def test_a_file_on_which_hdf5_hangs_or_takes_all_memory_is_refused_in_time(
     data[position] = byte
     (tmp_path / name).write_bytes(data)
     opening_s = 1 if "not open" in message else 40
-    limits = f"child.OPENING_S = {opening_s}; child.DATA_NBYTES = 512 << 20"
-    inner = f"from holdfast.cli import child; {limits}; {child._PROGRAM}"
-    outer = f"from holdfast.cli import child; child._PROGRAM = {inner!r}; {inner}"
+    limits = f"sources.OPENING_S = {opening_s}; sources.DATA_NBYTES = 512 << 20"
+    inner = f"from holdfast.cli import sources; {limits}; {sources._PROGRAM}"
+    outer = f"from holdfast.cli import sources; sources._PROGRAM = {inner!r}; {inner}"
     arguments = (command, name, *(["run"] if command == "import" else []))
     done = subprocess.run(
         [sys.executable, "-c", outer, *arguments],
@@ -312,9 +312,9 @@ def test_a_file_on_which_hdf5_hangs_or_takes_all_memory_is_refused_in_time(
 
 LIMITED = """
 import sys
-from holdfast.cli import child
-child.DATA_NBYTES = 256 << 20
-@child.limited("source")
+from holdfast.cli import sources
+sources.DATA_NBYTES = 256 << 20
+@sources.limited("source")
 def command(source):
     {body}
 command(source=sys.argv[1], trust={trust})
@@ -327,7 +327,7 @@ def limited(file: Path, body: str, *, trust: bool = False) -> subprocess.Complet
         capture_output=True,
         text=True,
         timeout=60,
-        env={**environment(), child.VARIABLE: "1"},
+        env={**environment(), sources.VARIABLE: "1"},
     )
 
 
@@ -350,8 +350,8 @@ def test_trust_lifts_the_bounds_on_a_pickle(tmp_path: Path, holdfast: Any) -> No
 def refused(holdfast: Any, *arguments: Any) -> str:
     """Run in this process what the child runs, and return why it was refused."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child, "_limit", lambda: None)
-        patch.setenv(child.VARIABLE, "1")
+        patch.setattr(sources, "_limit", lambda: None)
+        patch.setenv(sources.VARIABLE, "1")
         done = holdfast(*arguments)
     assert done.code == 1
     return str(done.err)
@@ -359,7 +359,7 @@ def refused(holdfast: Any, *arguments: Any) -> str:
 
 def test_the_child_ends_when_opening_takes_too_long(file: Path) -> None:
     body = (
-        "import time, holdfast.interop.opening as opening; child.OPENING_S = 0.2; "
+        "import time, holdfast.interop.opening as opening; sources.OPENING_S = 0.2; "
         "opening.open_source = lambda *_, **__: time.sleep(60); child.open_limited(source)"
     )
     assert limited(file, body).returncode == -signal.SIGALRM

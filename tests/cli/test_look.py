@@ -19,11 +19,10 @@ from tests.cli.test_app import in_a_process
 from torch import nn
 
 from holdfast import CheckpointManager, Encryption, keys
-from holdfast.cli.cat import MAX_NUMBERS, CatAnswer
 from holdfast.cli.diff import DiffAnswer
 from holdfast.cli.du import DuAnswer
 from holdfast.cli.stats import StatsAnswer
-from holdfast.cli.tree import TreeAnswer
+from holdfast.cli.tree import MAX_NUMBERS, CatAnswer, TreeAnswer
 
 Holdfast = Callable[..., Result]
 

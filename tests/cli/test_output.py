@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import msgspec
 import pytest
 
 from holdfast.cli.output import SCHEMA, Answer, give, json_safe
@@ -14,7 +15,7 @@ from holdfast.cli.output import SCHEMA, Answer, give, json_safe
 def test_an_answer_is_written_as_json_dumps_does(
     capsys: pytest.CaptureFixture[str], figure: float
 ) -> None:
-    document = {
+    members = {
         "figure": figure,
         "text": 'é"\\\n\x01',
         "none": None,
@@ -23,6 +24,7 @@ def test_an_answer_is_written_as_json_dumps_does(
         "exponents": {-3: 4, 0: 1},
         "rows": [{"a": [1, 2]}, {}],
     }
+    document = msgspec.defstruct("Members", [*members])(**members)
     give(Answer(document=document, parts=[]), as_json=True)
-    expected = json_safe({"holdfast": SCHEMA, **document})
+    expected = json_safe({"holdfast": SCHEMA, **members})
     assert capsys.readouterr().out == json.dumps(expected, indent=2) + "\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-import msgspec
 import pytest
 from jsonschema import ValidationError
 from tests.cli.page import commands
@@ -14,8 +13,6 @@ from tests.cli.schemas import validated
 from tests.cli.test_app import is_group
 
 from holdfast.cli import schema
-from holdfast.cli.answers.base import Document, make_answer
-from holdfast.cli.answers.training import Save
 
 Command = Callable[..., Result]
 
@@ -34,10 +31,6 @@ def test_every_member_says_what_it_is(command: str) -> None:
 
 def test_an_answer_that_differs_from_its_schema_is_found() -> None:
     whole = {"root": "r", "folder": "f", "step": 3, "tags": [], "waited_s": float("inf")}
-    assert make_answer(Save, whole).step == 3
-    for wrong in ({**whole, "more": 1}, {**whole, "step": "3"}):
-        with pytest.raises(msgspec.ValidationError):
-            make_answer(Save, wrong)
     answer = {"holdfast": 1, **whole, "waited_s": "inf"}
     assert validated(["save", "r", "--json"], json.dumps(answer)) == "save"
     for wrong in ({**answer, "more": 1}, {**answer, "step": "3"}, {**answer, "holdfast": 2}):
@@ -56,4 +49,3 @@ def test_structs_of_commands_are_frozen() -> None:
     for command in ANSWERS:
         kind = schema.struct_of(command)
         assert kind.__struct_config__.frozen, kind
-        assert not issubclass(kind, Document) or kind.__struct_config__.forbid_unknown_fields

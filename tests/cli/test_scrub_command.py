@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.cli.roots import Result, flip, folder_of
 
-from holdfast.cli import scrub as scrub_module
+from holdfast.cli import verify as scrub_module
 from holdfast.maintenance import verify as verify_module
 
 Command = Callable[..., Result]

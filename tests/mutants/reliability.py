@@ -275,11 +275,11 @@ MUTANTS = (
         near=("tests/maintenance/test_preflight.py",),
     ),
     Mutant(
-        name="answer-with-a-member-that-nobody-declared",
+        name="schema-forgets-the-floats-that-json-lacks",
         promise="R28: a command prints what its JSON Schema says",
-        place="Document",
-        before="kw_only=True, forbid_unknown_fields=True):",
-        after="kw_only=True):",
+        place="_with_odd_floats",
+        before='if value.get("type") == "number":',
+        after='if value.get("type") == "float":',
         near=("tests/cli/test_schema.py",),
     ),
     Mutant(

@@ -14,11 +14,11 @@ from tests.serve.client import Page
 from tests.serve.test_pages import folders, text_of
 
 from holdfast.cli.diff import diff
-from holdfast.cli.forecast import forecast_deletions
 from holdfast.cli.log import log_root
 from holdfast.cli.ls import list_root
 from holdfast.cli.output import format_nbytes, number
 from holdfast.cli.plot import plot
+from holdfast.cli.prune import forecast_deletions
 from holdfast.cli.resume_plan import plan_of
 from holdfast.cli.show import show
 from holdfast.cli.stats import stats

@@ -67,8 +67,8 @@ def test_lineage_shows_what_was_left_behind_and_why(page: Page) -> None:
 def test_retention_resume_and_costs_show_the_answers_of_their_commands(
     page: Page, run_root: Path
 ) -> None:
-    from holdfast.cli.forecast import forecast_deletions
     from holdfast.cli.log import log_root
+    from holdfast.cli.prune import forecast_deletions
     from holdfast.cli.resume_plan import plan_of
 
     forecast: Any = forecast_deletions(str(run_root)).document

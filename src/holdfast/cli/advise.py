@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
 
 from holdfast.cli import options
-from holdfast.cli.answers.history import Advise
+from holdfast.cli.documents import Document
 from holdfast.cli.options import command, option
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_root
@@ -13,6 +15,31 @@ from holdfast.errors import NoCheckpoint
 from holdfast.maintenance.recorded_costs import read_recorded_costs
 from holdfast.policy.auto import Auto
 from holdfast.policy.clock import Time, Unit
+
+
+class Advise(Document, frozen=True):
+    """Answer of `advise`."""
+
+    root: str
+    """Path or URL of the root."""
+    every: str
+    """Interval to paste."""
+    interval_s: float
+    """Seconds of training between two saves."""
+    limit: Literal["optimum", "overhead_cap", "one_save_at_a_time", "at_least", "at_most"]
+    """Reason for the interval."""
+    stall_s: float
+    """Median of the seconds that a save stops training."""
+    write_s: float
+    """Median of the seconds that a save is written after that."""
+    mtbf_s: float
+    """Mean seconds between failures."""
+    num_failures: int | None
+    """Failures of the run; null if `--mtbf` was given."""
+    trained_s: float
+    """Seconds of training that were recorded."""
+    unreadable: Sequence[str]
+    """Checkpoints that could not be read."""
 
 
 @command(
@@ -56,7 +83,7 @@ def advise_root(root: str, *, mtbf: str | None, overhead: float) -> Answer:
             mtbf_s=plan.mtbf_s,
             num_failures=plan.num_failures,
             trained_s=facts.trained_s,
-            unreadable=list(facts.unreadable),
+            unreadable=facts.unreadable,
         ),
         parts=[
             str(plan),

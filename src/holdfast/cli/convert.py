@@ -11,10 +11,9 @@ import click
 import msgspec
 
 from holdfast.cli import options
-from holdfast.cli.child import is_foreign, limited
 from holdfast.cli.options import PATH, argument, command, flag, option, several
 from holdfast.cli.output import Answer, TextTable, format_nbytes, progress_bar
-from holdfast.cli.sources import open_named
+from holdfast.cli.sources import is_foreign, limited, open_named
 from holdfast.cli.target import named_keys, open_root_store, open_target, read_entry
 from holdfast.errors import UsageError
 from holdfast.events import url_without_secrets

@@ -9,11 +9,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from holdfast.cli import options
-from holdfast.cli.child import limited
 from holdfast.cli.documents import is_timing
 from holdfast.cli.options import argument, command, option, several
 from holdfast.cli.output import Answer, Code, TextTable, number, one_line, progress_bar
-from holdfast.cli.sources import open_named
+from holdfast.cli.sources import limited, open_named
 from holdfast.errors import UsageError
 from holdfast.interop.comparing.differences import NotCompared, SourceDifference, compare_sources
 from holdfast.interop.comparing.pairs import TensorDifference

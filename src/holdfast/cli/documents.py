@@ -1,25 +1,126 @@
-"""JSON objects and texts that the answers of several commands share."""
+"""Parts that the answers of several commands share: structs, and texts for people.
+
+The answer of a command is a struct. `--json` prints it, `holdfast schema` its fields, and the text
+for people is made from it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence, Sized
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import msgspec
 
-from holdfast.errors import HoldfastError, SealError
+from holdfast.errors import FormatError, HoldfastError, SealError
 from holdfast.format.manifest import Manifest
-from holdfast.root.catalog import Entry
+from holdfast.ownership.claim import is_closed
+from holdfast.ownership.process import liveness
+from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.remaining import parts_of
 from holdfast.store.base import Store
 
-if TYPE_CHECKING:
-    from holdfast.maintenance.verify_reads import Problem, VerifyReport
-
-
+Ending = Literal["closed", "failed", "running", "continued", "unknown"]
 _TIMING = re.compile(r"(.*_)?(runtime|duration|duration_s|wall_s|seconds|per_second)", re.DOTALL)
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of the answers and of their parts."""
+
+
+class Owner(Document, frozen=True):
+    """Newest claim of a run."""
+
+    epoch: int
+    """Number of the claim."""
+    host: str
+    """Host of its process."""
+    pid: int
+    """Number of its process on that host."""
+    since: str
+    """UTC time of the claim, ISO 8601."""
+    state: Literal["alive", "dead", "closed", "unknown"]
+    """Whether the process lives, as far as this host can tell; `closed`: it ended its claim."""
+
+
+class UnreadableCheckpoint(Document, frozen=True):
+    """Checkpoint whose manifest is damaged or lost."""
+
+    folder: str
+    """Its folder."""
+    reason: str
+    """What is wrong, as text."""
+
+
+class Unopened(Document, frozen=True):
+    """Checkpoint that is encrypted for other keys, or not encrypted where that is refused."""
+
+    folder: str
+    """Its folder."""
+    kind: str
+    """Class of the error in `holdfast.errors`."""
+    reason: str
+    """The error, as text."""
+
+
+class Why(Document, frozen=True):
+    """Folder and a reason."""
+
+    folder: str
+    """Folder of a checkpoint or an attempt."""
+    why: str
+    """The reason."""
+
+
+class DescribedCheckpoint(Document, frozen=True, rename={"save_class": "class"}):
+    """Members that `ls` and `show` have for each checkpoint."""
+
+    folder: str
+    """Its folder in the root."""
+    step: int
+    """Step at which it was saved."""
+    label: str
+    """Label in its folder's name."""
+    epoch: int
+    """Number of the claim that saved it."""
+    sequence: int
+    """Number of the save inside that epoch."""
+    save_id: str
+    """Random number of the save, in hex."""
+    timestamp: Mapping[str, Any]
+    """Counters of the training at the save: step, epoch, samples, tokens, wall_s."""
+    created: str
+    """UTC time of the save, ISO 8601."""
+    save_class: str
+    """`permanent` or `ephemeral`."""
+    reason: str
+    """Why it was saved."""
+    nbytes: int
+    """Bytes of the files that are left."""
+    plain_nbytes: int
+    """Bytes of all files before they were compressed."""
+    codecs: Sequence[str]
+    """Names of the codecs of compressed files."""
+    metrics: Mapping[str, Any]
+    """Metrics given to the save."""
+    tags: Sequence[str]
+    """Tags, also those given later."""
+    pinned: bool
+    """Whether a person protects it from retention."""
+    rejected: Sequence[str]
+    """Why resumes could not use it."""
+    retired: bool
+    """Whether its deletion was begun."""
+    thinned: Sequence[str]
+    """Components whose dropping was begun."""
+    savers: Sequence[str]
+    """Savers that asked for it; empty where there is only one."""
+    left_out: Sequence[str]
+    """Components that were not saved."""
+    unhealthy: Sequence[str]
+    """What was wrong with the state; empty if nothing."""
+    parent: str | None
+    """Folder of the checkpoint that its process went on from; null: from the beginning."""
 
 
 def is_timing(name: str) -> bool:
@@ -27,8 +128,27 @@ def is_timing(name: str) -> bool:
     return _TIMING.fullmatch(name) is not None
 
 
-def checkpoint_document(store: Store, entry: Entry) -> dict[str, Any]:
-    """Describe a checkpoint in JSON, as `ls` lists it."""
+def owner_of(store: Store, catalog: Catalog) -> Owner | None:
+    """Describe the newest claim, and whether its process is alive, dead, closed or unknown."""
+    epoch = catalog.highest_epoch()
+    try:
+        writer = catalog.writer(epoch) if epoch else None
+    except FormatError:
+        return None
+    if writer is None:
+        return None
+    state = "closed" if is_closed(store, epoch) else liveness(writer.process)
+    return Owner(
+        epoch=epoch,
+        host=writer.process.host,
+        pid=writer.process.pid,
+        since=writer.created,
+        state="alive" if state == "ours" else state,
+    )
+
+
+def describe_checkpoint(store: Store, entry: Entry) -> dict[str, Any]:
+    """Describe a checkpoint: the fields of a `DescribedCheckpoint`."""
     manifest = entry.manifest
     return {
         "folder": entry.folder,
@@ -39,29 +159,21 @@ def checkpoint_document(store: Store, entry: Entry) -> dict[str, Any]:
         "save_id": manifest.save_id,
         "timestamp": msgspec.to_builtins(manifest.timestamp),
         "created": manifest.created,
-        "class": manifest.save_class,
+        "save_class": manifest.save_class,
         "reason": manifest.reason,
         "nbytes": nbytes_left(store, entry),
         "plain_nbytes": manifest.plain_nbytes,
         "codecs": codecs(manifest),
-        "metrics": dict(manifest.metrics),
-        "tags": list(entry.tags),
+        "metrics": manifest.metrics,
+        "tags": entry.tags,
         "pinned": entry.marks.pinned,
-        "rejected": list(entry.marks.rejected),
+        "rejected": entry.marks.rejected,
         "retired": entry.marks.retired,
-        "thinned": list(entry.marks.thinned),
-        **origin_document(manifest),
-        "components": sorted(manifest.components),
+        "thinned": entry.marks.thinned,
+        "savers": manifest.savers,
+        "left_out": manifest.left_out,
+        "unhealthy": manifest.unhealthy,
         "parent": None if manifest.parent is None else manifest.parent.folder,
-    }
-
-
-def origin_document(manifest: Manifest) -> dict[str, Any]:
-    """Describe a checkpoint's savers, left-out components, and problems of its state."""
-    return {
-        "savers": list(manifest.savers),
-        "left_out": list(manifest.left_out),
-        "unhealthy": list(manifest.unhealthy),
     }
 
 
@@ -87,38 +199,26 @@ def nbytes_left(store: Store, entry: Entry) -> int:
     return parts_of(store, entry.folder, entry.manifest, entry.marks).nbytes
 
 
-def details_document(store: Store, entry: Entry) -> dict[str, Any]:
-    """Describe a checkpoint in JSON, as `show` shows it: all of its manifest."""
-    manifest = entry.manifest
-    return {
-        **checkpoint_document(store, entry),
-        "components": msgspec.to_builtins(manifest.components),
-        "files": msgspec.to_builtins(manifest.files),
-        "block_nbytes": manifest.block_nbytes,
-        "world_size": manifest.world_size,
-        "numerics": dict(manifest.numerics),
-        "environment": dict(manifest.environment),
-        "timings": dict(manifest.timings),
-        "best": msgspec.to_builtins(manifest.best),
-        "config": dict(manifest.config),
-        "changes": msgspec.to_builtins(manifest.changes),
-        "policy": msgspec.to_builtins(manifest.policy),
-    }
-
-
-def unread_documents(
+def split_unread(
     unread: Sequence[tuple[str, HoldfastError]],
-) -> dict[str, list[dict[str, str]]]:
-    """Describe unreadable manifests: `damaged`, or `unopened` (not decrypted by the keys)."""
-    damaged = [item for item in unread if not isinstance(item[1], SealError)]
-    return {
-        "damaged": [{"folder": folder, "reason": str(error)} for folder, error in damaged],
-        "unopened": [
-            {"folder": folder, "kind": type(error).__name__, "reason": str(error)}
-            for folder, error in unread
-            if isinstance(error, SealError)
-        ],
-    }
+) -> tuple[list[UnreadableCheckpoint], list[Unopened]]:
+    """Describe manifests that cannot be read: damaged ones, and those not decrypted by the keys."""
+    damaged = [
+        UnreadableCheckpoint(folder=folder, reason=str(error))
+        for folder, error in unread
+        if not isinstance(error, SealError)
+    ]
+    unopened = [
+        Unopened(folder=folder, kind=type(error).__name__, reason=str(error))
+        for folder, error in unread
+        if isinstance(error, SealError)
+    ]
+    return damaged, unopened
+
+
+def list_reasons(items: Sequence[tuple[str, str]]) -> list[Why]:
+    """Describe (folder, why) pairs."""
+    return [Why(folder=folder, why=why) for folder, why in items]
 
 
 def unread_line(folder: str, error: HoldfastError) -> str:
@@ -133,16 +233,3 @@ def expect_something_opened(opened: Sized, unread: Sequence[tuple[str, HoldfastE
     errors = [error for _, error in unread if isinstance(error, SealError)]
     if errors and not opened:
         raise errors[0]
-
-
-def report_document(report: VerifyReport) -> dict[str, Any]:
-    """Describe the result of verifying one checkpoint, in JSON."""
-    problems = [problem_document(problem) for problem in report.problems]
-    return {**asdict(report), "ok": report.ok, "problems": problems}
-
-
-def problem_document(problem: Problem) -> Mapping[str, Any]:
-    """Describe one problem that verification found, in JSON."""
-    document = asdict(problem)
-    del document["is_damage"]
-    return document

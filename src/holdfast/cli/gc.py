@@ -1,25 +1,109 @@
-"""`holdfast gc`: remove uncommitted attempts and leftovers of deletions."""
+"""`holdfast gc`: remove what saves and deletions left, or with `--damaged` one checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 import click
 
 from holdfast.cli import options
-from holdfast.cli.answers.base import make_answer
-from holdfast.cli.answers.health import Gc, GcDamaged
+from holdfast.cli.documents import Document, Why, list_reasons
 from holdfast.cli.options import command, flag, option, several
 from holdfast.cli.output import Answer, Code, emitter, format_nbytes, say_event
-from holdfast.cli.target import open_root
+from holdfast.cli.target import open_root, open_root_store
 from holdfast.encryption.store import bare
-from holdfast.errors import FormatError, UsageError
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    StoreError,
+    UnsupportedVersion,
+    UsageError,
+)
 from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.format.envelope import Visible
+from holdfast.format.manifest import Manifest
+from holdfast.format.records import TiersRecord
 from holdfast.maintenance.gc import GcReport, collect_garbage
 from holdfast.ownership.claim import is_closed, is_live
 from holdfast.ownership.process import liveness
-from holdfast.root.catalog import Catalog
+from holdfast.root.catalog import Catalog, is_root
+from holdfast.root.documents import read_if_there
 from holdfast.store.base import Store
+
+
+class Markers(Document, frozen=True):
+    """Markers that stay until somebody names their writer dead."""
+
+    epoch: int
+    """Number of the writer's claim."""
+    number: int
+    """How many markers."""
+
+
+class Gc(Document, frozen=True):
+    """Answer of `gc`."""
+
+    root: str
+    """Path or URL of the root."""
+    dry_run: bool
+    """Whether nothing was touched."""
+    removed: Sequence[Why]
+    """What was removed."""
+    marked: Sequence[Why]
+    """What got a marker, so that it cannot be committed any more."""
+    kept: Sequence[Why]
+    """What stays, and why."""
+    failed: Sequence[Why]
+    """What could not be removed."""
+    markers: Sequence[Markers]
+    """Markers that stay."""
+    warnings: Sequence[str]
+    """Warnings, such as of folders of others that were left; they go to standard error, too."""
+    nbytes: int
+    """Bytes given back."""
+
+
+class FileSize(Document, frozen=True):
+    """File of a checkpoint."""
+
+    name: str
+    """Its name."""
+    nbytes: int
+    """Its length."""
+
+
+class GcDamaged(Document, frozen=True):
+    """Answer of `gc --damaged`."""
+
+    root: str
+    """Path or URL of the root."""
+    folder: str
+    """Folder of the damaged checkpoint."""
+    why: str
+    """What is wrong with its manifest."""
+    files: Sequence[FileSize]
+    """Its files."""
+    nbytes: int
+    """Their bytes."""
+    pinned: bool
+    """Whether it is pinned."""
+    tags: Sequence[str]
+    """Tags that it was given after the save."""
+    is_latest: bool
+    """Whether `latest` names it."""
+    goes_on_from: str | None
+    """Folder from which the run goes on without it."""
+    warnings: Sequence[str]
+    """What to look at first."""
+    deleted: bool
+    """Whether it was deleted."""
+    kept_because: str | None
+    """Why it was kept although its deletion was asked for."""
+    marker: bool
+    """Whether a tombstone stays."""
 
 
 @command(
@@ -58,11 +142,9 @@ def clean(
     the output shows the command that removes it.
     """
     if damaged is not None:
-        from holdfast.cli.damaged import remove  # which loads numpy
-
         if dead_epochs:
             raise UsageError("--damaged and --dead-epoch exclude each other")
-        return remove(root, damaged, is_sure=yes and not dry_run)
+        return _remove_damaged(root, damaged, is_sure=yes and not dry_run)
     if yes:
         raise UsageError("--yes needs --damaged FOLDER")
     store = bare(open_root(root))  # gc needs no key
@@ -73,21 +155,19 @@ def clean(
     report = collect_garbage(store, dry_run=dry_run, dead_epochs=dead_epochs, emit=emit)
     for text in report.foreign:
         emit("warning", text)
-    document = {
-        "root": store.url,
-        "dry_run": dry_run,
-        "removed": _format_reasons(report.removed),
-        "marked": _format_reasons(report.marked),
-        "kept": _format_reasons(report.kept),
-        "failed": _format_reasons(report.failed),
-        "markers": [{"epoch": e, "number": number} for e, number in sorted(report.markers.items())],
-        "warnings": warnings,
-        "nbytes": report.nbytes,
-    }
-    code = Code.FOUND if report.failed else Code.OK
-    return Answer(
-        document=make_answer(Gc, document), parts=_format_report(report, root, dry_run), code=code
+    document = Gc(
+        root=store.url,
+        dry_run=dry_run,
+        removed=list_reasons(report.removed),
+        marked=list_reasons(report.marked),
+        kept=list_reasons(report.kept),
+        failed=list_reasons(report.failed),
+        markers=[Markers(epoch=e, number=number) for e, number in sorted(report.markers.items())],
+        warnings=warnings,
+        nbytes=report.nbytes,
     )
+    code = Code.FOUND if report.failed else Code.OK
+    return Answer(document=document, parts=_format_report(report, root, dry_run), code=code)
 
 
 def _check_dead(store: Store, epoch: int) -> None:
@@ -137,5 +217,101 @@ def _marker_lines(report: GcReport, root: str) -> list[str]:
     ]
 
 
-def _format_reasons(items: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
-    return [{"folder": folder, "why": why} for folder, why in items]
+# With --damaged
+
+
+def _remove_damaged(root: str, folder: str, *, is_sure: bool) -> Answer:
+    """Show what is known of a checkpoint with a damaged manifest; delete it if `is_sure`."""
+    from holdfast.maintenance.delete import delete_damaged, examine_damaged  # loads numpy
+
+    folder = folder.rstrip("/")
+    store = open_root(root)
+    damaged = examine_damaged(store, folder)
+    warnings = _other_tier(bare(store), folder)
+    said: list[str] = []
+    why = delete_damaged(store, folder, emit=emitter(said)) if is_sure else None
+    has_marker = bool(store.children(folder)) and why == ""
+    document = GcDamaged(
+        root=store.url,
+        folder=folder,
+        why=damaged.why,
+        files=[FileSize(name=name, nbytes=nbytes) for name, nbytes in damaged.files],
+        nbytes=damaged.nbytes,
+        pinned=damaged.pinned,
+        tags=damaged.tags,
+        is_latest=damaged.is_latest,
+        goes_on_from=damaged.goes_on_from,
+        warnings=[*warnings, *said],
+        deleted=why == "",
+        kept_because=why or None,
+        marker=has_marker,
+    )
+    if why is None:
+        end = f"nothing was deleted. To delete it: holdfast gc {root} --damaged {folder} --yes"
+    elif why:
+        end = f"kept: {why}"
+    else:
+        marker = "; a marker stays, as after `holdfast gc`" if has_marker else ""
+        end = f"deleted; {format_nbytes(damaged.nbytes)} freed{marker}"
+    code = Code.OK if why == "" else Code.FOUND
+    return Answer(document=document, parts=[*_format_damage(document), *warnings, end], code=code)
+
+
+def _other_tier(store: Store, folder: str) -> list[str]:
+    """Check the run's other tier; return warnings, or raise if it has or may have `folder`."""
+    tiers = read_if_there(store, layout.TIERS, TiersRecord.decode)
+    if tiers is None:
+        return [_TIERED] if _is_tiered(store) else []
+    from holdfast.root.byte_ranges import read_listing  # loads numpy
+
+    try:
+        remote = open_root_store(tiers.remote)
+        if not is_root(remote):
+            raise NoCheckpoint(f"{remote.url}: no root of Holdfast; is it mounted?")
+        listing = read_listing(remote, folder)
+    except UnsupportedVersion:
+        raise
+    except FormatError:
+        return []  # damaged in the other tier, too
+    except HoldfastError as error:
+        raise StoreError(
+            f"{folder}: nothing was deleted, for {tiers.remote}, which may have it whole, cannot "
+            f"be asked: {error}"
+        ) from error
+    if isinstance(listing, Manifest | Visible):
+        raise UsageError(
+            f"{folder}: nothing was deleted, for {tiers.remote} has it: a resume with both tiers "
+            "that reads it mends it from there"
+        )
+    return []
+
+
+_TIERED = (
+    "the run has two tiers, and nothing here names the other: look there first, and delete nothing "
+    "that is whole there"
+)
+
+
+def _is_tiered(store: Store) -> bool:
+    """Whether the newest readable claim is that of a run with two tiers."""
+    catalog = Catalog(store)
+    for epoch in catalog.claims():
+        with suppress(FormatError):
+            claim = catalog.writer(epoch)
+            if claim is not None:
+                return claim.tiered
+    return False
+
+
+def _format_damage(damaged: GcDamaged) -> list[str]:
+    marks = [f"tagged {tag}" for tag in damaged.tags]
+    marks += ["pinned"] if damaged.pinned else []
+    marks += ["the latest"] if damaged.is_latest else []
+    before = damaged.goes_on_from
+    return [
+        f"{damaged.folder}: {'; '.join([damaged.why, *marks])}",
+        *(f"  {file.name}  {format_nbytes(file.nbytes)}" for file in damaged.files),
+        f"without it the run resumes from {before}"
+        if before
+        else "the run can resume from no other checkpoint",
+    ]

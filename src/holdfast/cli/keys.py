@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import click
+import msgspec
+from msgspec import UNSET, UnsetType
 
 from holdfast.cli import options
-from holdfast.cli.answers.base import make_answer
-from holdfast.cli.answers.keys import KeysGenerate, KeysList, KeysRotate
+from holdfast.cli.documents import Document
 from holdfast.cli.options import (
     DECLARED,
     NAMED,
@@ -35,6 +35,61 @@ from holdfast.maintenance.rotate_keys import rotate as rotate_root
 from holdfast.system import CLOSED_ON_EXEC, sync, sync_folder_path
 
 
+class KeysGenerate(Document, frozen=True):
+    """Answer of `keys generate`."""
+
+    path: str
+    """File of the key."""
+    key: str
+    """What it is, and its id."""
+    public_path: str | UnsetType = UNSET
+    """File of the public key, with `--pair`."""
+
+
+class Encrypted(Document, frozen=True):
+    """Encrypted checkpoint."""
+
+    folder: str
+    """Its folder."""
+    suite: str
+    """Name of the cipher suite."""
+    recipients: Sequence[str]
+    """Keys that open it."""
+    boxes: Sequence[int]
+    """Numbers of its boxes of keys."""
+
+
+class Rotated(Document, frozen=True):
+    """Checkpoint of `keys rotate`."""
+
+    folder: str
+    """Its folder."""
+    outcome: Literal["done", "was so", "failed"]
+    """What became of it."""
+    reason: str
+    """Why it failed; else empty."""
+
+
+class KeysList(Document, frozen=True):
+    """Answer of `keys list`."""
+
+    root: str
+    """Path or URL of the root."""
+    checkpoints: Sequence[Encrypted]
+    """Encrypted checkpoints, newest first."""
+    failed: Sequence[Rotated]
+    """Those that cannot be read."""
+
+
+class KeysRotate(Document, frozen=True):
+    """Answer of `keys rotate`."""
+
+    root: str
+    """Path or URL of the root."""
+    checkpoints: Sequence[Rotated]
+    """Encrypted checkpoints, newest first."""
+
+
 @click.group(no_args_is_help=True, cls=Commands)
 def keys() -> None:
     """Generate, list and replace the keys of encrypted checkpoints."""
@@ -54,14 +109,15 @@ def generate(path: Path, *, pair: bool) -> Answer:
     """Write a new secret key to a new file."""
     key = new_key("private" if pair else "secret")
     _write_key_file(path, key.text, mode=0o600)
-    document: dict[str, Any] = {"path": str(path), "key": key.name}
     lines = [f"{path}: {key.name}", "Keep a copy in a safe place: nothing opens without it"]
-    if isinstance(key, PrivateKey):
-        public = path.with_name(f"{path.name}.pub")
+    public = path.with_name(f"{path.name}.pub") if isinstance(key, PrivateKey) else None
+    if isinstance(key, PrivateKey) and public is not None:
         _write_key_file(public, key.public.text, mode=0o644)
-        document["public_path"] = str(public)
         lines.insert(1, f"{public}: {key.public.name}")
-    return Answer(document=make_answer(KeysGenerate, document), parts=lines)
+    document = KeysGenerate(
+        path=str(path), key=key.name, public_path=UNSET if public is None else str(public)
+    )
+    return Answer(document=document, parts=lines)
 
 
 @command("list", options.root, answer=KeysList, group=keys)
@@ -78,17 +134,22 @@ def list_recipients(root: str) -> Answer:
         else f"UNREADABLE  {item.folder}: {item.reason}"
         for item in items
     ]
-    document = {
-        "root": store.url,
-        "checkpoints": [_encode_sealed(item) for item in items if isinstance(item, Sealed)],
-        "failed": [asdict(item) for item in items if isinstance(item, Rekeyed)],
-    }
-    code = Code.FOUND if document["failed"] else Code.OK
-    return Answer(
-        document=make_answer(KeysList, document),
-        parts=lines or ["nothing here is sealed"],
-        code=code,
+    document = KeysList(
+        root=store.url,
+        checkpoints=[
+            Encrypted(
+                folder=item.folder,
+                suite=item.visible.suite,
+                recipients=item.recipients,
+                boxes=sorted(item.boxes),
+            )
+            for item in items
+            if isinstance(item, Sealed)
+        ],
+        failed=_list_rotated(item for item in items if isinstance(item, Rekeyed)),
     )
+    code = Code.FOUND if document.failed else Code.OK
+    return Answer(document=document, parts=lines or ["nothing here is sealed"], code=code)
 
 
 @command(
@@ -130,12 +191,12 @@ def rotate(
         if failed
         else f"{len(done)} checkpoints: opened by {', '.join(key.name for key in new)}"
     )
-    document = {"root": store.url, "checkpoints": [asdict(item) for item in done]}
-    return Answer(
-        document=make_answer(KeysRotate, document),
-        parts=lines,
-        code=Code.FOUND if failed else Code.OK,
-    )
+    document = KeysRotate(root=store.url, checkpoints=_list_rotated(done))
+    return Answer(document=document, parts=lines, code=Code.FOUND if failed else Code.OK)
+
+
+def _list_rotated(items: Iterable[Rekeyed]) -> list[Rotated]:
+    return msgspec.convert([*items], list[Rotated], from_attributes=True)
 
 
 def _write_key_file(path: Path, text: str, *, mode: int) -> None:
@@ -149,12 +210,3 @@ def _write_key_file(path: Path, text: str, *, mode: int) -> None:
         sync_folder_path(path.parent)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; a key is written into a new file") from error
-
-
-def _encode_sealed(item: Sealed) -> dict[str, Any]:
-    return {
-        "folder": item.folder,
-        "suite": item.visible.suite,
-        "recipients": [*item.recipients],
-        "boxes": sorted(item.boxes),
-    }

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from contextlib import suppress
+from typing import Literal
 
 import msgspec
 
 from holdfast.cli import options
-from holdfast.cli.answers.base import make_answer
-from holdfast.cli.answers.history import Log, LoggedSave, RecordedSaveCost
-from holdfast.cli.costs import costs_of
-from holdfast.cli.documents import unread_documents, unread_line
+from holdfast.cli.documents import (
+    Document,
+    Ending,
+    Unopened,
+    UnreadableCheckpoint,
+    split_unread,
+    unread_line,
+)
 from holdfast.cli.options import command, flag
 from holdfast.cli.output import Answer, TextTable, format_nbytes
 from holdfast.cli.target import open_root
-from holdfast.errors import FormatError, HoldfastError, SealError
+from holdfast.encryption.store import bare
+from holdfast.errors import FormatError, NotFound, SealError
 from holdfast.format import layout
 from holdfast.format.manifest import Aborted, Deleted
-from holdfast.format.records import WriterRecord
-from holdfast.maintenance.recorded_costs import Ending, ending_of
+from holdfast.format.records import UploadRecord, WriterRecord
+from holdfast.maintenance.recorded_costs import ending_of
 from holdfast.policy.clock import span
+from holdfast.policy.costs import SaveCost
+from holdfast.policy.rules import recorded_time
 from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
 from holdfast.threads.buffers import collector_paused
 
@@ -36,23 +44,97 @@ _STEP = re.compile(r"step-(\d{1,18})", re.ASCII)
 """The default label of a checkpoint."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Life:
-    """Part of a run that one process made, between its claim and its end: a life of the run."""
+class RecordedSaveCost(Document, frozen=True):
+    """Durations and bytes of a save; null: not recorded."""
+
+    stall_s: float | None
+    """Seconds that training stood still, to capture and copy the state."""
+    write_s: float | None
+    """Seconds from then until every file was on stable storage; beside training."""
+    durable_s: float | None
+    """Both together: until the state could not be lost any more, but for the commit."""
+    upload_s: float | None
+    """Seconds from the commit to the end of its upload, of a root with a remote tier."""
+    upload: str | None
+    """State of its upload, as for `uploads`; null: nothing is noted here."""
+    nbytes: int
+    """Bytes of its files as stored."""
+    plain_nbytes: int
+    """Bytes of all files before they were compressed."""
+    linked_nbytes: int | None
+    """Bytes of files that it shares with an earlier checkpoint that is left; null without
+    `--saves`."""
+    new_nbytes: int | None
+    """Bytes of all others, which were written; null likewise."""
+
+
+class LoggedSave(Document, frozen=True):
+    """A save of a run, and what became of it."""
+
+    folder: str
+    """Its folder."""
+    step: int | None
+    """Completed optimizer windows; null where neither the manifest nor the label says it."""
+    save_class: str | None = msgspec.field(name="class")
+    """`permanent` or `ephemeral`; null where its manifest is gone, like the next two."""
+    reason: str | None
+    """Why it was saved: `interval`, `manual` and so on."""
+    created: str | None
+    """When it was saved, in UTC."""
+    state: Literal["kept", "left behind", "deleted", "aborted", "not committed"]
+    """`left behind`: a rollback went on from an earlier one. `aborted`: gc has given it up."""
+    why: str | None
+    """Why it was deleted or aborted, and by whom; null where no record of that is left."""
+    cost: RecordedSaveCost | None
+    """What it took; null where its manifest is gone."""
+
+
+class Life(Document, frozen=True):
+    """Time in which one process owned a run."""
 
     epoch: int
-    claim: WriterRecord | None
-    """None: the claim is lost or damaged."""
-    start: int | None
-    """Step at which it went on; None: not known."""
-    steps: Sequence[int]
-    """Steps of its checkpoints that exist or are known from later claims, in order."""
+    """Number of its claim."""
+    began: str | None
+    """UTC time of the claim; null where the claim is lost, as the next two."""
+    host: str | None
+    """Host of the process."""
+    pid: int | None
+    """Number of the process there."""
+    resumed_from: str | None
+    """Folder that it went on from."""
+    rollback: bool
+    """Whether a person chose that by name."""
+    takeover: bool
+    """Whether it took the run from a process that was not known to be dead."""
+    purpose: str | None
+    """What a person claimed it for, such as a deletion and its reason; null for a training."""
+    from_step: int | None
+    """First step; null where not known."""
+    to_step: int | None
+    """Last step known of it."""
     num_checkpoints: int
-    reason: str
-    """Why its newest checkpoint was saved, if that exists."""
+    """How many of its checkpoints exist."""
+    reason: str | None
+    """Why its newest checkpoint was saved."""
     ending: Ending
+    """How it ended; `continued`: by the same process."""
     changes: Sequence[str]
+    """What had changed since the life before."""
     saves: Sequence[LoggedSave]
+    """Its saves, oldest first."""
+
+
+class Log(Document, frozen=True):
+    """Answer of `log`."""
+
+    root: str
+    """Path or URL of the root."""
+    lives: Sequence[Life]
+    """Lives of the run, oldest first."""
+    damaged: Sequence[UnreadableCheckpoint]
+    """As for `ls`."""
+    unopened: Sequence[Unopened]
+    """As for `ls`."""
 
 
 @command(
@@ -72,12 +154,11 @@ def log_root(root: str, *, saves: bool = False) -> Answer:
     store = open_root(root)
     catalog = Catalog(store)
     entries, unread = catalog.survey()
-    lives = [*_lives(store, catalog, entries, costs_of(store, entries, linked=saves))]
-    document = {"root": store.url, "lives": [_encode_life(life) for life in lives]}
-    return Answer(
-        document=make_answer(Log, {**document, **unread_documents(unread)}),
-        parts=_format_lives(store, lives, unread, saves=saves),
-    )
+    lives = [*_lives(store, catalog, entries, _costs_of(store, entries, linked=saves))]
+    damaged, unopened = split_unread(unread)
+    document = Log(root=store.url, lives=lives, damaged=damaged, unopened=unopened)
+    lines = [unread_line(folder, error) for folder, error in unread]
+    return Answer(document=document, parts=[*_format_lives(document, saves=saves), *lines])
 
 
 def _lives(
@@ -85,7 +166,7 @@ def _lives(
     catalog: Catalog,
     entries: Sequence[Entry],
     costs: Mapping[str, RecordedSaveCost],
-) -> Iterator[_Life]:
+) -> Iterator[Life]:
     epochs = sorted({*catalog.epochs(), *(entry.name.epoch for entry in entries)})
     claims = {epoch: _read_claim(catalog, epoch) for epoch in epochs}
     steps: dict[str, int | None] = {entry.folder: entry.step for entry in entries}
@@ -108,13 +189,19 @@ def _lives(
         changed = changes.get(epoch)
         following = next((found for at, found in claims.items() if at > epoch and found), None)
         start = changed.step if changed is not None else _format_start(claim, steps)
-        yield _Life(
+        yield Life(
             epoch=epoch,
-            claim=claim,
-            start=start,
-            steps=sorted(reached),
+            began=None if claim is None else claim.created,
+            host=None if claim is None else claim.process.host,
+            pid=None if claim is None else claim.process.pid,
+            resumed_from=_resumed_from(claim),
+            rollback=claim is not None and claim.rollback,
+            takeover=claim is not None and claim.takeover,
+            purpose=None if claim is None else claim.purpose or None,
+            from_step=start,
+            to_step=max(reached, default=None),
             num_checkpoints=len(own),
-            reason=own[0].manifest.reason if own else "",
+            reason=own[0].manifest.reason or None if own else None,
             ending="unknown" if claim is None else ending_of(store, claim, following),
             changes=() if changed is None else changed.what,
             saves=logged.get(epoch, ()),
@@ -211,38 +298,12 @@ def _step_of(folder: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def _encode_life(life: _Life) -> dict[str, Any]:
-    claim = life.claim
-    return {
-        "epoch": life.epoch,
-        "began": None if claim is None else claim.created,
-        "host": None if claim is None else claim.process.host,
-        "pid": None if claim is None else claim.process.pid,
-        "resumed_from": _resumed_from(claim),
-        "rollback": claim is not None and claim.rollback,
-        "takeover": claim is not None and claim.takeover,
-        "purpose": None if claim is None else claim.purpose or None,
-        "from_step": life.start,
-        "to_step": life.steps[-1] if life.steps else None,
-        "num_checkpoints": life.num_checkpoints,
-        "reason": life.reason or None,
-        "ending": life.ending,
-        "changes": list(life.changes),
-        "saves": msgspec.to_builtins(life.saves),
-    }
-
-
 def _resumed_from(claim: WriterRecord | None) -> str | None:
     return None if claim is None or claim.resumed_from is None else claim.resumed_from.folder
 
 
-def _format_lives(
-    store: Store,
-    lives: Sequence[_Life],
-    unread: Sequence[tuple[str, HoldfastError]],
-    *,
-    saves: bool,
-) -> list[str | TextTable]:
+def _format_lives(document: Log, *, saves: bool) -> list[str | TextTable]:
+    lives = document.lives
     table = TextTable(
         columns=("session", "began (UTC)", "where", "resumed from", "last save", "kept", "ending"),
         rows=[_row(life) for life in lives],
@@ -250,19 +311,11 @@ def _format_lives(
         whole=frozenset({0, 3, 4}),
     )
     lines = [f"session {life.epoch} changed {change}" for life in lives for change in life.changes]
-    purposes = ((life.epoch, life.claim.purpose) for life in lives if life.claim is not None)
-    lines += [f"session {epoch} {purpose}" for epoch, purpose in purposes if purpose]
-    more = [_table_of_saves(lives)] if saves else []
-    return [
-        store.url,
-        table,
-        *lines,
-        *more,
-        *(unread_line(folder, error) for folder, error in unread),
-    ]
+    lines += [f"session {life.epoch} {life.purpose}" for life in lives if life.purpose]
+    return [document.root, table, *lines, *([_table_of_saves(lives)] if saves else [])]
 
 
-def _table_of_saves(lives: Sequence[_Life]) -> TextTable:
+def _table_of_saves(lives: Sequence[Life]) -> TextTable:
     return TextTable(
         columns=(
             *("session", "step", "folder", "saved (UTC)", "class", "reason"),
@@ -300,28 +353,82 @@ def _cost_cells(cost: RecordedSaveCost | None) -> tuple[str, ...]:
     )
 
 
-def _row(life: _Life) -> tuple[str, ...]:
-    claim = life.claim
-    where = "claim lost" if claim is None else f"{claim.process.host}:{claim.process.pid}"
-    how = "" if claim is None or not claim.rollback else " (rollback)"
-    taken = "" if claim is None or not claim.takeover else ", taken over"
+def _row(life: Life) -> tuple[str, ...]:
+    where = "claim lost" if life.began is None else f"{life.host}:{life.pid}"
+    origin = "?" if life.began is None else "the beginning"
+    if life.resumed_from is not None:
+        origin = life.resumed_from if life.from_step is None else f"step {life.from_step}"
     return (
         str(life.epoch),
-        "" if claim is None else claim.created[:19].replace("T", " "),
-        f"{where}{taken}",
-        f"{_origin(life)}{how}",
-        str(life.steps[-1]) if life.steps else "–",
+        (life.began or "")[:19].replace("T", " "),
+        f"{where}{', taken over' if life.takeover else ''}",
+        f"{origin}{' (rollback)' if life.rollback else ''}",
+        "–" if life.to_step is None else str(life.to_step),
         str(life.num_checkpoints),
         ENDINGS.get(life.ending, life.ending),
     )
 
 
-def _origin(life: _Life) -> str:
-    folder = _resumed_from(life.claim)
-    if folder is None:
-        return "the beginning" if life.claim is not None else "?"
-    return folder if life.start is None else f"step {life.start}"
-
-
 def _format_step(step: int | None) -> str:
     return "?" if step is None else str(step)
+
+
+# Costs of saves
+
+
+def _costs_of(
+    store: Store, entries: Sequence[Entry], *, linked: bool
+) -> dict[str, RecordedSaveCost]:
+    """Return what each checkpoint took, by folder; with `linked` also which bytes are new.
+
+    Nothing is read but small records; `linked` looks at the length of each file.
+    """
+    notes = Ledger(store).read_notes()
+    shared = _linked_nbytes(bare(store), entries) if linked else {}
+    return {
+        entry.folder: _cost(entry, notes.get(entry.folder), shared.get(entry.folder))
+        for entry in entries
+    }
+
+
+def _cost(entry: Entry, note: UploadRecord | None, linked: int | None) -> RecordedSaveCost:
+    manifest = entry.manifest
+    cost = SaveCost.read(manifest.timings, is_first=False)
+    write_s = None if cost is None else cost.write_s
+    durable_s = None if cost is None or write_s is None else cost.stall_s + write_s
+    return RecordedSaveCost(
+        stall_s=None if cost is None else cost.stall_s,
+        write_s=write_s,
+        durable_s=durable_s,
+        upload_s=_upload_s(manifest.created, note),
+        upload=None if note is None else note.state,
+        nbytes=manifest.nbytes,
+        plain_nbytes=manifest.plain_nbytes,
+        linked_nbytes=linked,
+        new_nbytes=None if linked is None else max(manifest.nbytes - linked, 0),
+    )
+
+
+def _upload_s(created: str, note: UploadRecord | None) -> float | None:
+    """Return how long after the commit a checkpoint had been uploaded, to a second."""
+    if note is None or note.state != "uploaded":
+        return None
+    began, ended = recorded_time(created), recorded_time(note.changed)
+    return None if began is None or ended is None else max((ended - began).total_seconds(), 0.0)
+
+
+def _linked_nbytes(store: Store, entries: Sequence[Entry]) -> Mapping[str, int]:
+    """Sum the bytes of files that a checkpoint has in common with an older one."""
+    found = dict.fromkeys((entry.folder for entry in entries), 0)
+    if not store.has_links:
+        return found
+    seen: set[str] = set()
+    for entry in sorted(entries, key=lambda entry: entry.order):
+        for listed in store.list(f"{entry.folder}/"):
+            with suppress(NotFound):  # deleted meanwhile
+                info = store.head(listed.key)
+                if info.identity in seen:
+                    found[entry.folder] += info.nbytes
+                elif info.identity:
+                    seen.add(info.identity)
+    return found

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.cli import options
-from holdfast.cli.answers.base import make_answer
-from holdfast.cli.answers.checkpoints import Ls
 from holdfast.cli.documents import (
-    checkpoint_document,
-    codecs,
+    DescribedCheckpoint,
+    Document,
+    Owner,
+    Unopened,
+    UnreadableCheckpoint,
+    describe_checkpoint,
     expect_something_opened,
     is_timing,
-    nbytes_left,
     origin_marks,
-    unread_documents,
+    owner_of,
+    split_unread,
     unread_line,
 )
 from holdfast.cli.options import command
 from holdfast.cli.output import Answer, Code, TextTable, format_nbytes, number, one_line
 from holdfast.cli.target import open_root
-from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
+from holdfast.errors import HoldfastError, NoCheckpoint
 from holdfast.format.manifest import Manifest
 from holdfast.maintenance.resume_plan import missing_files
-from holdfast.ownership.claim import is_closed
 from holdfast.ownership.leases import FoundLease, find_leases
-from holdfast.ownership.process import liveness
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.store.base import Store
 from holdfast.threads.buffers import collector_paused
@@ -36,7 +35,55 @@ MAX_METRICS = 3
 """Most metrics of a checkpoint for people; JSON has all."""
 MAX_NAME = 40
 """Most characters of a metric's name for people."""
-_STATES: Mapping[str, str] = {"ours": "alive"}
+
+
+class LeaseHolder(Document, frozen=True):
+    """Process that keeps a checkpoint from deletion. What its lease does not say is null."""
+
+    folder: str
+    """Checkpoint that is read."""
+    host: str | None
+    """Host of the process."""
+    pid: int | None
+    """Number of the process on that host."""
+    since: str | None
+    """UTC time of the lease, ISO 8601."""
+    state: str
+    """`alive` or `unknown`."""
+
+
+class Listed(DescribedCheckpoint, frozen=True):
+    """Checkpoint of `ls`."""
+
+    components: Sequence[str]
+    """Names of its components."""
+    in_lineage: bool
+    """Whether the run stands on it; false where the run went back before it."""
+    missing: Sequence[str]
+    """Files that are missing or have the wrong length."""
+
+
+class Ls(Document, frozen=True):
+    """Answer of `ls`."""
+
+    root: str
+    """Path or URL of the root."""
+    head: str | None
+    """Folder from which the run would resume."""
+    best: str | None
+    """Folder that `@best` names; null: none, as no metric or tag says which."""
+    owner: Owner | None
+    """Newest claim; null if there is none, or it cannot be read."""
+    readers: Sequence[LeaseHolder]
+    """Processes that read checkpoints."""
+    checkpoints: Sequence[Listed]
+    """Checkpoints, newest first."""
+    damaged: Sequence[UnreadableCheckpoint]
+    """Manifests that cannot be read."""
+    unopened: Sequence[Unopened]
+    """Checkpoints that the keys do not open."""
+    unfinished: Sequence[str]
+    """Folders of saves that are not committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +97,7 @@ class _RootContents:
     best: str | None
     """Folder of what `@best` names."""
     unfinished: Sequence[str]
-    owner: Mapping[str, Any] | None
+    owner: Owner | None
     readers: Sequence[FoundLease]
     missing: Mapping[str, Sequence[str]]
     """Files that are missing or have the wrong length, by folder."""
@@ -71,28 +118,29 @@ def list_root(root: str) -> Answer:
     expect_something_opened(contents.entries, contents.unread)
     if not contents.entries and not contents.unread:
         raise NoCheckpoint(f"{store.url}: no checkpoints yet{_unfinished_note(contents)}")
-    document = {
-        "root": store.url,
-        "head": contents.head,
-        "best": contents.best,
-        "owner": contents.owner,
-        "readers": [_describe_reader(lease) for lease in contents.readers],
-        "checkpoints": [
-            {
-                **checkpoint_document(store, entry),
-                "in_lineage": entry.folder in contents.lineage,
-                "missing": contents.missing[entry.folder],
-            }
+    damaged, unopened = split_unread(contents.unread)
+    document = Ls(
+        root=store.url,
+        head=contents.head,
+        best=contents.best,
+        owner=contents.owner,
+        readers=[_describe_reader(lease) for lease in contents.readers],
+        checkpoints=[
+            Listed(
+                **describe_checkpoint(store, entry),
+                components=sorted(entry.manifest.components),
+                in_lineage=entry.folder in contents.lineage,
+                missing=contents.missing[entry.folder],
+            )
             for entry in contents.entries
         ],
-        **unread_documents(contents.unread),
-        "unfinished": list(contents.unfinished),
-    }
+        damaged=damaged,
+        unopened=unopened,
+        unfinished=contents.unfinished,
+    )
     is_damaged = contents.unread or any(contents.missing.values())
     code = Code.FOUND if is_damaged else Code.OK
-    return Answer(
-        document=make_answer(Ls, document), parts=_format_listing(store, contents), code=code
-    )
+    return Answer(document=document, parts=_format_listing(document, contents), code=code)
 
 
 def _read_root_contents(store: Store) -> _RootContents:
@@ -122,85 +170,67 @@ def _read_root_contents(store: Store) -> _RootContents:
     )
 
 
-def owner_of(store: Store, catalog: Catalog) -> Mapping[str, Any] | None:
-    """Describe the newest claim, and whether its process is alive, dead, closed or unknown."""
-    epoch = catalog.highest_epoch()
-    try:
-        writer = catalog.writer(epoch) if epoch else None
-    except FormatError:
-        return None
-    if writer is None:
-        return None
-    state = "closed" if is_closed(store, epoch) else liveness(writer.process)
-    return {
-        "epoch": epoch,
-        "host": writer.process.host,
-        "pid": writer.process.pid,
-        "since": writer.created,
-        "state": _STATES.get(state, state),
-    }
-
-
-def _describe_reader(found: FoundLease) -> Mapping[str, Any]:
-    """Describe a reader for JSON; only its folder and state if its lease cannot be read."""
+def _describe_reader(found: FoundLease) -> LeaseHolder:
+    """Describe a reader; only its folder and state if its lease cannot be read."""
     lease = found.lease
-    return {
-        "folder": found.folder,
-        "host": lease.process.host if lease is not None else None,
-        "pid": lease.process.pid if lease is not None else None,
-        "since": lease.created if lease is not None else None,
-        "state": _STATES.get(found.state, found.state),
-    }
+    return LeaseHolder(
+        folder=found.folder,
+        host=lease.process.host if lease is not None else None,
+        pid=lease.process.pid if lease is not None else None,
+        since=lease.created if lease is not None else None,
+        state="alive" if found.state == "ours" else found.state,
+    )
 
 
-def _format_listing(store: Store, contents: _RootContents) -> list[str | TextTable]:
+def _format_listing(document: Ls, contents: _RootContents) -> list[str | TextTable]:
     parts: list[str | TextTable] = []
-    if contents.entries:
+    if document.checkpoints:
+        described = zip(document.checkpoints, contents.entries, strict=True)
         parts.append(
             TextTable(
                 columns=("step", "folder", "size", "created (UTC)", "metrics", "marks"),
-                rows=[_row(store, entry, contents) for entry in contents.entries],
+                rows=[_row(one, entry.manifest, document) for one, entry in described],
                 right=frozenset({0, 2}),
                 whole=frozenset({0, 1, 2, 3}),
             )
         )
     parts += [unread_line(folder, error) for folder, error in contents.unread]
-    if contents.unfinished:
-        parts.append(f"not committed: {len(contents.unfinished)} (under way, or left for gc)")
-    owner = contents.owner
-    if owner is not None and owner["state"] in ("alive", "unknown"):
+    if document.unfinished:
+        parts.append(f"not committed: {len(document.unfinished)} (under way, or left for gc)")
+    owner = document.owner
+    if owner is not None and owner.state in ("alive", "unknown"):
         parts.append(
-            f"writer {owner['epoch']}: process {owner['pid']} on {owner['host']} "
-            f"since {owner['since']} ({owner['state']})"
+            f"writer {owner.epoch}: process {owner.pid} on {owner.host} "
+            f"since {owner.since} ({owner.state})"
         )
     parts += [f"{lease.folder} is read by {lease.who}" for lease in contents.readers]
     return parts
 
 
-def _row(store: Store, entry: Entry, contents: _RootContents) -> tuple[str, ...]:
+def _row(one: Listed, manifest: Manifest, document: Ls) -> tuple[str, ...]:
     flags = (
-        ("latest", entry.folder == contents.head),
-        ("best", entry.folder == contents.best),
-        ("pinned", entry.marks.pinned),
-        ("rejected", bool(entry.marks.rejected)),
-        ("being deleted", entry.marks.retired),
-        ("left behind", entry.folder not in contents.lineage),
+        ("latest", one.folder == document.head),
+        ("best", one.folder == document.best),
+        ("pinned", one.pinned),
+        ("rejected", bool(one.rejected)),
+        ("being deleted", one.retired),
+        ("left behind", not one.in_lineage),
     )
-    lost = contents.missing[entry.folder]
+    lost = one.missing
     marks = [
         *([f"{len(lost)} files missing or cut: {lost[0]}"] if lost else []),
         *(name for name, is_set in flags if is_set),
-        *origin_marks(entry.manifest),
-        *codecs(entry.manifest),
-        *(f"without {name}" for name in entry.marks.thinned),
-        *(f"#{tag}" for tag in entry.tags),
+        *origin_marks(manifest),
+        *one.codecs,
+        *(f"without {name}" for name in one.thinned),
+        *(f"#{tag}" for tag in one.tags),
     ]
     return (
-        str(entry.step),
-        entry.folder,
-        format_nbytes(nbytes_left(store, entry)),
-        entry.manifest.created[:16].replace("T", " "),
-        _metrics(entry.manifest),
+        str(one.step),
+        one.folder,
+        format_nbytes(one.nbytes),
+        one.created[:16].replace("T", " "),
+        _metrics(manifest),
         ", ".join(marks),
     )
 

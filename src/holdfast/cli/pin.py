@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from holdfast.cli import options
-from holdfast.cli.answers.base import make_answer
-from holdfast.cli.answers.checkpoints import Marked
+from holdfast.cli.documents import Document
 from holdfast.cli.options import argument, command
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_target, read_entry
 from holdfast.errors import UsageError
 from holdfast.ownership.annotations import annotate, expect_removable
 from holdfast.root.address import split_folder, split_source
-from holdfast.store.base import Store
+
+
+class Marked(Document, frozen=True):
+    """Answer of `pin`, `unpin` and `tag`."""
+
+    root: str
+    """Path or URL of the root."""
+    folder: str
+    """Folder of the checkpoint."""
+    step: int
+    """Its step."""
+    pinned: bool
+    """Whether it is pinned now."""
+    tags: Sequence[str]
+    """Its tags now."""
 
 
 @command("pin", options.one, answer=Marked)
@@ -65,17 +78,13 @@ def _change_marks(
     entry = read_entry(store, folder)
     expect_removable(entry, remove_tags)
     annotate(store, entry, add_tags=tags, remove_tags=remove_tags, pinned=pinned)
-    return _build_marks_answer(store, folder)
-
-
-def _build_marks_answer(store: Store, folder: str) -> Answer:
     entry = read_entry(store, folder)
     marks = ["pinned" if entry.marks.pinned else "not pinned", *(f"#{t}" for t in entry.tags)]
-    document = {
-        "root": store.url,
-        "folder": folder,
-        "step": entry.step,
-        "pinned": entry.marks.pinned,
-        "tags": list(entry.tags),
-    }
-    return Answer(document=make_answer(Marked, document), parts=[f"{folder}: {', '.join(marks)}"])
+    document = Marked(
+        root=store.url,
+        folder=folder,
+        step=entry.step,
+        pinned=entry.marks.pinned,
+        tags=entry.tags,
+    )
+    return Answer(document=document, parts=[f"{folder}: {', '.join(marks)}"])

@@ -10,15 +10,12 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from holdfast.cli import options
-from holdfast.cli.answers.base import make_answer
-from holdfast.cli.answers.history import MetricSeries, Plot
-from holdfast.cli.documents import is_timing
-from holdfast.cli.drawing import expect_drawable, save_figure
+from holdfast.cli.documents import Document, Ending, is_timing
 from holdfast.cli.options import PATH, command, option, several
 from holdfast.cli.output import Answer, TextTable, number, one_line
 from holdfast.cli.target import open_root
@@ -27,6 +24,10 @@ from holdfast.format.manifest import Timestamp
 from holdfast.maintenance.recorded_costs import RecordedStart, read_recorded_costs
 from holdfast.root.catalog import Catalog, Entry
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_ENDINGS = (".png", ".svg", ".pdf")
 _STEP = re.compile(r"step-(\d{1,18})\b", re.ASCII)
 _LOSSES = ("loss", "val/loss")
 _ANY = re.ASCII | re.DOTALL | re.IGNORECASE
@@ -47,6 +48,49 @@ _MAX_LOSSES = 4
 _MAX_NAMES, _MAX_NAME = 20, 60
 """Most names in a line, and most characters of each."""
 _LEARNING_RATE = "lr/"
+
+
+class MetricSeries(Document, frozen=True):
+    """Curve of a metric."""
+
+    panel: str
+    """Title of its panel."""
+    name: str
+    """The metric."""
+    points: Sequence[Sequence[float]]
+    """Pairs of step and value."""
+
+
+class PlotStart(Document, frozen=True):
+    """Start of a life, but the first."""
+
+    step: int | None
+    """Step from which it went on; null where not known."""
+    created: str
+    """UTC time of the claim."""
+    host: str
+    """Host of its process."""
+    before: Ending
+    """How the life before ended."""
+
+
+class Plot(Document, frozen=True):
+    """Answer of `plot`."""
+
+    root: str
+    """Path or URL of the root."""
+    output: str | None
+    """File that was written."""
+    series: Sequence[MetricSeries]
+    """Curves."""
+    saves: Sequence[int]
+    """Steps of the saves."""
+    starts: Sequence[PlotStart]
+    """Starts of all lives but the first."""
+    metrics: Sequence[str]
+    """Names of all recorded metrics, learning rates among them; `--metric` draws any."""
+    notes: Sequence[str]
+    """What to know about it."""
 
 
 @dataclass(slots=True)
@@ -105,18 +149,17 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
             )
         raise NoCheckpoint(f"{store.url}: nothing was logged or saved")
     starts = _starts(read_recorded_costs(store).starts, entries)
-    resumed = {start["step"] for start in starts if start["step"] is not None}
+    resumed = {start.step for start in starts if start.step is not None}
     saved = sorted(record.saved | resumed | {entry.step for entry in entries})
-    members = {
-        "root": store.url,
-        "output": None if output is None else str(output),
-        "series": series,
-        "saves": saved,
-        "starts": starts,
-        "metrics": sorted(record.metrics),
-        "notes": notes,
-    }
-    document = make_answer(Plot, members)
+    document = Plot(
+        root=store.url,
+        output=None if output is None else str(output),
+        series=series,
+        saves=saved,
+        starts=starts,
+        metrics=sorted(record.metrics),
+        notes=notes,
+    )
     if output is None:
         others = [*_others(record, series), "-o FILE draws them"]
         return Answer(document=document, parts=[_make_series_table(series), *others, *notes])
@@ -333,7 +376,7 @@ def _throughput(record: _Record) -> MetricSeries | None:
     return MetricSeries(panel="throughput", name=f"{unit}/s", points=points)
 
 
-def _starts(starts: Sequence[RecordedStart], entries: Sequence[Entry]) -> list[dict[str, Any]]:
+def _starts(starts: Sequence[RecordedStart], entries: Sequence[Entry]) -> list[PlotStart]:
     """List from which step each start but the first went on, and how the one before ended."""
     steps = {entry.order: entry.step for entry in entries}
     found = []
@@ -344,6 +387,26 @@ def _starts(starts: Sequence[RecordedStart], entries: Sequence[Entry]) -> list[d
         named = _STEP.match(point.folder)
         step = steps.get(point.order, None if named is None else int(named[1]))
         found.append(
-            {"step": step, "created": start.created, "host": start.host, "before": before.ending}
+            PlotStart(step=step, created=start.created, host=start.host, before=before.ending)
         )
     return found
+
+
+def expect_drawable(path: Path, option: str) -> None:
+    """Raise `UsageError` unless the file can be drawn, before anything is read."""
+    if path.suffix not in _ENDINGS:
+        raise UsageError(f"{option}={str(path)!r}: must end in {', '.join(_ENDINGS)}")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            f"{option}={str(path)!r}: needs matplotlib: pip install 'holdfast-torch[plot]'"
+        ) from None
+
+
+def save_figure(figure: Figure, path: Path, option: str) -> None:
+    """Write an image in the format that the name's ending says."""
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise UsageError(f"{option}={str(path)!r}: {error.strerror or error}") from error

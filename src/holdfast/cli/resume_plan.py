@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 from holdfast.cli import options
-from holdfast.cli.answers.base import Owner, make_answer
-from holdfast.cli.answers.checkpoints import ResumePlan, ResumeStep
-from holdfast.cli.ls import owner_of
+from holdfast.cli.documents import Document, Owner, owner_of
 from holdfast.cli.options import command, flag
 from holdfast.cli.output import Answer, Code, TextTable, progress_bar
 from holdfast.cli.target import open_root
@@ -13,6 +14,57 @@ from holdfast.errors import NoCheckpoint
 from holdfast.maintenance.resume_plan import Step, resume_steps
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
+
+
+class ResumeStep(Document, frozen=True):
+    """Candidate of a resume, and what becomes of it."""
+
+    folder: str
+    """Its folder."""
+    step: int | None
+    """Its step; null where its manifest cannot be read, as the next one."""
+    created: str | None
+    """UTC time of the save, ISO 8601."""
+    outcome: Literal["taken", "passed over", "in reserve", "left behind"]
+    """`in reserve`: an older one, taken if the newer ones prove damaged. `left behind`: no resume
+    looks at it, as the run went back before it, it is not committed, or of another run."""
+    obstacle: (
+        Literal[
+            "damaged",
+            "not opened",
+            "not committed",
+            "being deleted",
+            "part",
+            "thinned",
+            "unhealthy",
+        ]
+        | None
+    )
+    """Why it is passed over; `part`: saved without a component; `not opened`: encrypted for other
+    keys, not encrypted where that is refused, or of a newer version; null: it is not."""
+    why: str | None
+    """The same in words."""
+    ends: bool
+    """Whether a resume raises the error of this one, and looks no further."""
+    verified: bool
+    """Whether every byte was read and is right."""
+    rejected: Sequence[str]
+    """Why earlier resumes could not use it; it is tried again all the same."""
+
+
+class ResumePlan(Document, frozen=True):
+    """Answer of `resume-plan`."""
+
+    root: str
+    """Path or URL of the root."""
+    head: str | None
+    """Folder from which a resume would go on; null: none can be used."""
+    owner: Owner | None
+    """Newest claim, as for `ls`; a resume is refused while it is `alive`."""
+    verified: bool
+    """Whether candidates were read in full."""
+    candidates: Sequence[ResumeStep]
+    """In the order in which a resume walks them; those that it does not look at come last."""
 
 
 @command(
@@ -34,11 +86,10 @@ def plan_of(root: str, *, verify: bool) -> Answer:
             f"{store.url}: no checkpoints yet; a resume would start at the beginning"
         )
     head = next((step for step in steps if step.outcome == "taken"), None)
-    owner = owner_of(store, Catalog(store))
     document = ResumePlan(
         root=store.url,
         head=None if head is None else head.folder,
-        owner=None if owner is None else make_answer(Owner, owner),
+        owner=owner_of(store, Catalog(store)),
         verified=verify,
         candidates=[_describe_step(step) for step in steps],
     )
@@ -72,7 +123,7 @@ def _describe_step(step: Step) -> ResumeStep:
         why=step.why or None,
         ends=step.ends_resume,
         verified=step.is_verified,
-        rejected=[] if entry is None else [*entry.marks.rejected],
+        rejected=() if entry is None else entry.marks.rejected,
     )
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import click
 
-from holdfast.cli.answers.base import make_answer
-from holdfast.cli.answers.training import ChildLived, RunEnd
+from holdfast.cli.documents import Document
 from holdfast.cli.options import argument, command, option
 from holdfast.cli.output import Code, TextTable, aligned, give_line, write_message
 from holdfast.cli.supervisor import (
@@ -29,6 +28,55 @@ from holdfast.root.address import expect_writable, split_source
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
+
+
+class ChildLived(Document, frozen=True):
+    """Line of `run` after each life of the command."""
+
+    life: int
+    """Its number, from 1."""
+    exit_status: int | None
+    """Exit status; null if a signal ended it."""
+    signal: str | None
+    """Signal that ended it."""
+    asked: str | None
+    """Signal that asked it to stop."""
+    error: str | None
+    """Why it could not be started."""
+    duration_s: float
+    """Seconds that it lived."""
+    from_step: int | None
+    """Step of the run before."""
+    to_step: int | None
+    """Step of the run after."""
+    has_progressed: bool
+    """Whether it made progress."""
+    failures: int
+    """Lives in a row without progress."""
+    restart_in_s: float | None
+    """Pause before the next life; null after the last."""
+
+
+class Summary(Document, frozen=True):
+    """All lives of `run`."""
+
+    outcome: Literal["finished", "requeue", "stopped", "gave-up"]
+    """How it ended."""
+    code: int
+    """Exit code of the command."""
+    from_step: int | None
+    """Step of the run before the first life."""
+    to_step: int | None
+    """Step of the run after the last."""
+    lives: Sequence[ChildLived]
+    """The lives."""
+
+
+class RunEnd(Document, frozen=True):
+    """Last line of `run`."""
+
+    summary: Summary
+    """All lives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +154,7 @@ def run_command(command: Sequence[str], *, as_json: bool, **given: Any) -> int:
         result = supervise(child, limits, head=head, tell=tell)
     code = Code.GAVE_UP if result.outcome is SupervisionOutcome.GAVE_UP else result.code
     if as_json:
-        give_line(make_answer(RunEnd, {"summary": _summary(result, code)}))
+        give_line(RunEnd(summary=_summary(result, code)))
     elif len(result.lives) > 1 or result.outcome is SupervisionOutcome.GAVE_UP:
         _print_result(result)
     return code
@@ -165,35 +213,35 @@ def _format_step(step: int | None) -> str:
 
 
 def _report_json(life: ChildLife) -> None:
-    give_line(make_answer(ChildLived, _encode_child_life(life)))
+    give_line(_describe_life(life))
 
 
-def _encode_child_life(life: ChildLife) -> dict[str, Any]:
+def _describe_life(life: ChildLife) -> ChildLived:
     returncode = life.ending.returncode
     is_signal = returncode is not None and returncode < 0
-    return {
-        "life": life.number,
-        "exit_status": None if is_signal else returncode,
-        "signal": signal_name(-returncode) if returncode is not None and is_signal else None,
-        "asked": None if life.ending.asked is None else signal_name(life.ending.asked),
-        "error": life.ending.error or None,
-        "duration_s": life.ending.duration_s,
-        "from_step": life.from_step,
-        "to_step": life.to_step,
-        "has_progressed": life.has_progressed,
-        "failures": life.failures,
-        "restart_in_s": life.restart_in_s,
-    }
+    return ChildLived(
+        life=life.number,
+        exit_status=None if is_signal else returncode,
+        signal=signal_name(-returncode) if returncode is not None and is_signal else None,
+        asked=None if life.ending.asked is None else signal_name(life.ending.asked),
+        error=life.ending.error or None,
+        duration_s=life.ending.duration_s,
+        from_step=life.from_step,
+        to_step=life.to_step,
+        has_progressed=life.has_progressed,
+        failures=life.failures,
+        restart_in_s=life.restart_in_s,
+    )
 
 
-def _summary(result: Supervised, code: int) -> dict[str, Any]:
-    return {
-        "outcome": result.outcome.value,
-        "code": int(code),
-        "from_step": result.lives[0].from_step,
-        "to_step": result.lives[-1].to_step,
-        "lives": [_encode_child_life(life) for life in result.lives],
-    }
+def _summary(result: Supervised, code: int) -> Summary:
+    return Summary(
+        outcome=result.outcome.value,
+        code=int(code),
+        from_step=result.lives[0].from_step,
+        to_step=result.lives[-1].to_step,
+        lives=[_describe_life(life) for life in result.lives],
+    )
 
 
 def _print_result(result: Supervised) -> None:

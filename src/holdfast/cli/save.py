@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from holdfast.cli import options
-from holdfast.cli.answers.base import make_answer
-from holdfast.cli.answers.training import Save
+from holdfast.cli.documents import Document
 from holdfast.cli.options import command, option, several
 from holdfast.cli.output import Answer, printable, write_message
 from holdfast.cli.target import open_root
@@ -38,6 +37,21 @@ _LOOK_S = 0.2
 """Seconds between two checks for the answer."""
 _OWNER_S = 2.0
 """Seconds between two checks that the owner is alive."""
+
+
+class Save(Document, frozen=True):
+    """Answer of `save`."""
+
+    root: str
+    """Path or URL of the root."""
+    folder: str
+    """Folder of the new checkpoint."""
+    step: int | None
+    """Its step; null where retention has deleted it already."""
+    tags: Sequence[str]
+    """Tags that were asked for."""
+    waited_s: float
+    """Seconds from the request to the answer."""
 
 
 @command(
@@ -82,15 +96,9 @@ def save(root: str, *, tags: Sequence[str], reason: str, timeout: str) -> Answer
 
 def _format_saved(store: Store, folder: str, tags: Sequence[str], *, waited_s: float) -> Answer:
     step = _read_saved_step(store, folder)
-    document = {
-        "root": store.url,
-        "folder": folder,
-        "step": step,
-        "tags": list(tags),
-        "waited_s": waited_s,
-    }
+    document = Save(root=store.url, folder=folder, step=step, tags=tags, waited_s=waited_s)
     suffix = "" if step is None else f"  step {step}"
-    return Answer(document=make_answer(Save, document), parts=[f"{folder}{suffix}"])
+    return Answer(document=document, parts=[f"{folder}{suffix}"])
 
 
 def _read_saved_step(store: Store, folder: str) -> int | None:

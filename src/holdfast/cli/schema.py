@@ -1,4 +1,4 @@
-"""JSON Schema of the commands' answers, made from their structs."""
+"""`holdfast schema` and `completion`: JSON Schemas of answers, and completion in a shell."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 import click
 import msgspec
+from click.shell_completion import get_completion_class
 
-from holdfast.cli.answers.base import Document, make_answer
-from holdfast.cli.app import MODULES, load_command
+from holdfast.cli.app import MODULES, app, load_command
+from holdfast.cli.documents import Document
 from holdfast.cli.options import DescribedCommand, argument, command
 from holdfast.cli.output import SCHEMA, Answer
 from holdfast.errors import UsageError
@@ -21,10 +22,13 @@ from holdfast.errors import UsageError
 _NO_NUMBER = {"enum": ["nan", "inf", "-inf"]}
 
 
+_NAME, _VARIABLE = "holdfast", "_HOLDFAST_COMPLETE"
+
+
 class SchemaShown(Document, frozen=True):
     """Answer of `schema`."""
 
-    schema: dict[str, Any]
+    schema: Mapping[str, Any]
     """The JSON Schema, draft 2020-12."""
 
 
@@ -75,7 +79,7 @@ def show_schema(command: Sequence[str]) -> Answer:
     """Print the JSON Schema of a command's --json output."""
     found = schema_of(" ".join(command))
     text = json.dumps(found, indent=2)
-    return Answer(document=make_answer(SchemaShown, {"schema": found}), parts=[text])
+    return Answer(document=SchemaShown(schema=found), parts=[text])
 
 
 def _all(root: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
@@ -132,3 +136,34 @@ def _docstrings(kind: type[msgspec.Struct]) -> dict[str, str]:
                 assert isinstance(field.target, ast.Name)
                 found[field.target.id] = " ".join(ast.literal_eval(text.value).split())
     return found
+
+
+# Completion
+
+
+class CompletionAnswer(Document, frozen=True):
+    """Answer of `holdfast completion`."""
+
+    shell: str
+    """`bash`, `zsh` or `fish`."""
+    script: str
+    """What the shell has to run, such as `eval "$(holdfast completion bash)"` in its start-up
+    file."""
+
+
+@command(
+    "completion",
+    argument("shell", "SHELL", "bash, zsh or fish.", type=click.Choice(["bash", "zsh", "fish"])),
+    answer=CompletionAnswer,
+)
+def write_completion(shell: str) -> Answer:
+    """Print the completion script for a shell.
+
+    For bash, add to ~/.bashrc: eval "$(holdfast completion bash)"
+    """
+    found = get_completion_class(shell)
+    assert found is not None, "the option allows the shells that click knows"
+    completion = found(app, {}, _NAME, _VARIABLE)
+    # Not `source()`, which runs bash to look at its version.
+    text = completion.source_template % completion.source_vars()
+    return Answer(document=CompletionAnswer(shell=shell, script=text), parts=[text])

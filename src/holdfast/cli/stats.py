@@ -10,11 +10,10 @@ from pathlib import Path
 import msgspec
 
 from holdfast.cli import options
-from holdfast.cli.child import limited
-from holdfast.cli.drawing import expect_drawable, save_figure
 from holdfast.cli.options import PATH, command, option, several
 from holdfast.cli.output import Answer, TextTable, number, progress_bar
-from holdfast.cli.sources import choose_components, open_read, split_name
+from holdfast.cli.plot import expect_drawable, save_figure
+from holdfast.cli.sources import choose_components, limited, open_read, split_name
 from holdfast.cli.target import named_file_key, named_keys
 from holdfast.errors import UsageError
 from holdfast.interop.comparing.statistics import TensorStats, stats_of

@@ -5,13 +5,11 @@ Needs no key: of encrypted checkpoints it reads the unencrypted part of the mani
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from holdfast.cli import options
-from holdfast.cli.answers.base import make_answer
-from holdfast.cli.answers.uploads import UploadsAnswer
+from holdfast.cli.documents import Document
 from holdfast.cli.options import command
 from holdfast.cli.output import Answer, Code, TextTable, format_nbytes
 from holdfast.cli.target import open_root, open_root_store
@@ -26,21 +24,62 @@ from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """Upload state of one checkpoint of the local root."""
+class LastUpload(Document, frozen=True):
+    """Upload that ended last."""
 
     folder: str
-    step: int | None
-    """Step of the checkpoint; None if it is encrypted."""
+    """Folder of the checkpoint."""
     nbytes: int
+    """Bytes that were sent."""
+    upload_s: float
+    """Seconds that it took."""
+    requests: int
+    """Requests that it took."""
+
+
+class Uploaded(Document, frozen=True):
+    """Checkpoint of `uploads`. What its note does not say is null."""
+
+    folder: str
+    """Its folder."""
+    step: int | None
+    """Its step; null where it is encrypted."""
+    nbytes: int
+    """Bytes of its files."""
     state: str
-    """State: `uploaded`, `deleted` (remotely), `unwanted`, `unknown`, or that in its note."""
-    sent_nbytes: int | None = None
-    tries: int | None = None
-    error: str | None = None
-    changed: str | None = None
-    """Like the three above, from the note on the upload; None without a note."""
+    """`uploaded`, `waiting`, `sending`, `failed`, `refused`, `deleted` (there), `unwanted` or
+    `unknown`."""
+    sent_nbytes: int | None
+    """Bytes that are there already."""
+    tries: int | None
+    """Tries so far."""
+    error: str | None
+    """Error of the last try."""
+    changed: str | None
+    """UTC time of the note."""
+
+
+class UploadsAnswer(Document, frozen=True):
+    """Answer of `uploads`."""
+
+    root: str
+    """Path of the local root."""
+    remote: str
+    """URL of the remote root."""
+    unreachable: str | None
+    """Why the remote root was not looked at."""
+    error: str | None
+    """Last error of the uploads."""
+    changed: str | None
+    """UTC time of the record."""
+    last: LastUpload | None
+    """Upload that ended last."""
+    checkpoints: Sequence[Uploaded]
+    """Checkpoints, newest first."""
+    waiting: int
+    """How many are not uploaded yet."""
+    waiting_nbytes: int
+    """Their bytes."""
 
 
 @command("uploads", options.root, answer=UploadsAnswer)
@@ -58,21 +97,21 @@ def show_uploads(root: str) -> Answer:
     notes = ledger.read_notes()
     lines = [*_list_uploads(store, remote, notes)]
     waiting = [line for line in lines if line.state in _WAITING]
-    document = {
-        "root": store.url,
-        "remote": tiers.remote,
-        "unreachable": unreachable,
-        "error": tiers.error,
-        "changed": tiers.changed,
-        "last": _last(tiers),
-        "checkpoints": [asdict(line) for line in lines],
-        "waiting": len(waiting),
-        "waiting_nbytes": sum(line.nbytes for line in waiting),
-    }
+    document = UploadsAnswer(
+        root=store.url,
+        remote=tiers.remote,
+        unreachable=unreachable,
+        error=tiers.error,
+        changed=tiers.changed,
+        last=_last(tiers),
+        checkpoints=lines,
+        waiting=len(waiting),
+        waiting_nbytes=sum(line.nbytes for line in waiting),
+    )
     is_bad = any(line.state in ("failed", "refused") for line in lines)
     return Answer(
-        document=make_answer(UploadsAnswer, document),
-        parts=_format_uploads(document, lines),
+        document=document,
+        parts=_format_uploads(document),
         code=Code.FOUND if is_bad else Code.OK,
     )
 
@@ -89,7 +128,7 @@ def _remote(tiers: TiersRecord) -> tuple[Store | None, str | None]:
 
 def _list_uploads(
     store: Store, remote: Store | None, notes: Mapping[str, UploadRecord | None]
-) -> Iterator[_Line]:
+) -> Iterator[Uploaded]:
     for folder in map(str, Catalog(store).attempts()):
         try:
             listing = read_listing(store, folder)
@@ -99,7 +138,7 @@ def _list_uploads(
             continue
         note = notes.get(folder)
         noted = ("waiting" if note is None else note.state) if folder in notes else ""
-        yield _Line(
+        yield Uploaded(
             folder=folder,
             step=listing.timestamp.step if isinstance(listing, Manifest) else None,
             nbytes=sum(map(get_stored_length, listing.files.values())),
@@ -110,7 +149,7 @@ def _list_uploads(
 
 def _noted(note: UploadRecord | None) -> dict[str, Any]:
     names = ("sent_nbytes", "tries", "error", "changed")
-    return {} if note is None else {name: getattr(note, name) for name in names}
+    return {name: None if note is None else getattr(note, name) for name in names}
 
 
 def _remote_state(folder: str, remote: Store | None, noted: str) -> str:
@@ -128,15 +167,15 @@ def _remote_state(folder: str, remote: Store | None, noted: str) -> str:
     return noted or "unwanted"
 
 
-def _last(tiers: TiersRecord) -> dict[str, Any] | None:
+def _last(tiers: TiersRecord) -> LastUpload | None:
     if tiers.folder is None:
         return None
-    return {
-        "folder": tiers.folder,
-        "nbytes": tiers.nbytes,
-        "upload_s": tiers.upload_s,
-        "requests": tiers.requests,
-    }
+    return LastUpload(
+        folder=tiers.folder,
+        nbytes=tiers.nbytes,
+        upload_s=tiers.upload_s,
+        requests=tiers.requests,
+    )
 
 
 _WAITING = ("waiting", "sending", "failed", "refused")
@@ -149,39 +188,39 @@ _WORDS: Mapping[str, str] = {
 }
 
 
-def _format_uploads(document: Mapping[str, Any], lines: list[_Line]) -> list[str | TextTable]:
+def _format_uploads(document: UploadsAnswer) -> list[str | TextTable]:
     parts: list[str | TextTable] = [
         TextTable(
             columns=("step", "folder", "size", "upload", "sent", "tries"),
-            rows=[_row(line) for line in lines],
+            rows=[_row(line) for line in document.checkpoints],
             right=frozenset({0, 2, 4, 5}),
             whole=frozenset({0, 1}),
         )
     ]
     parts += [
         f"{line.folder}: {line.error}"
-        for line in lines
+        for line in document.checkpoints
         if line.error and line.state in ("failed", "refused")
     ]
     parts.append(
-        f"to {document['remote']}: {document['waiting']} waiting, "
-        f"{format_nbytes(document['waiting_nbytes'])}"
+        f"to {document.remote}: {document.waiting} waiting, "
+        f"{format_nbytes(document.waiting_nbytes)}"
     )
-    last = document["last"]
+    last = document.last
     if last is not None:
-        rate = format_nbytes(int(last["nbytes"] / max(last["upload_s"], 1e-9)))
+        rate = format_nbytes(int(last.nbytes / max(last.upload_s, 1e-9)))
         parts.append(
-            f"last: {last['folder']}, {format_nbytes(last['nbytes'])} in {last['upload_s']:.1f} s "
-            f"({rate}/s, {last['requests']} requests)"
+            f"last: {last.folder}, {format_nbytes(last.nbytes)} in {last.upload_s:.1f} s "
+            f"({rate}/s, {last.requests} requests)"
         )
-    if document["error"]:
-        parts.append(f"error ({document['changed']}): {document['error']}")
-    if document["unreachable"]:
-        parts.append(f"the remote tier cannot be looked at from here: {document['unreachable']}")
+    if document.error:
+        parts.append(f"error ({document.changed}): {document.error}")
+    if document.unreachable:
+        parts.append(f"the remote tier cannot be looked at from here: {document.unreachable}")
     return parts
 
 
-def _row(line: _Line) -> tuple[str, ...]:
+def _row(line: Uploaded) -> tuple[str, ...]:
     is_sent = line.sent_nbytes is not None and line.state in _WAITING
     return (
         "sealed" if line.step is None else str(line.step),

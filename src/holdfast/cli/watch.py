@@ -282,7 +282,7 @@ def _print_changes(
     while True:
         if shown is None or _unlike(shown, state):
             if as_json:
-                give_line(msgspec.to_builtins(state))
+                give_line(state)
             else:
                 click.echo("\n".join(_format_run(state)))
                 sys.stdout.flush()

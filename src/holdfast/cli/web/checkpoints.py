@@ -10,10 +10,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from holdfast.cli.answers.checkpoints import Listed, Show, StoredTensor
 from holdfast.cli.diff import diff as compare
+from holdfast.cli.ls import Listed
 from holdfast.cli.output import Answer
-from holdfast.cli.show import show
+from holdfast.cli.show import Show, StoredTensor, show
 from holdfast.cli.stats import stats as compute
 from holdfast.cli.verify import verify_target
 from holdfast.cli.web.jobs import Job, told

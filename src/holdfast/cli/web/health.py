@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from holdfast.cli.answers.checkpoints import Listed, Ls
+from holdfast.cli.ls import Listed, Ls
 from holdfast.cli.watch import WatchedOwner, WatchedRun
 
 _MOST = 3
@@ -83,7 +83,7 @@ def _first(texts: Iterable[str]) -> Iterator[HealthLine]:
         yield HealthLine("bad", f"and {len(found) - _MOST} more like this")
 
 
-def _of_newest(checkpoints: list[Listed]) -> Iterator[HealthLine]:
+def _of_newest(checkpoints: Sequence[Listed]) -> Iterator[HealthLine]:
     rejected = [one for one in checkpoints if one.rejected]
     if rejected:
         yield HealthLine("warn", f"a resume could not use {rejected[0].folder}")

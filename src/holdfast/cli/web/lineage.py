@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from holdfast.cli.answers.history import Life, LoggedSave
+from holdfast.cli.log import Life, LoggedSave
 
 WIDTH, LANE, LEFT, RIGHT = 960, 26, 44, 16
 MOST_LIVES = 40

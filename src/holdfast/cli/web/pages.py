@@ -13,13 +13,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.cli.answers.checkpoints import Listed, Ls
-from holdfast.cli.answers.history import Log, LoggedSave, Plot
-from holdfast.cli.answers.retention import Forecast
-from holdfast.cli.forecast import forecast_deletions
-from holdfast.cli.log import ENDINGS, log_root
+from holdfast.cli.log import ENDINGS, Log, LoggedSave, log_root
+from holdfast.cli.ls import Listed, Ls
 from holdfast.cli.output import Answer, TextTable, printable
+from holdfast.cli.plot import Plot
 from holdfast.cli.plot import plot as plot_root
+from holdfast.cli.prune import Forecast, forecast_deletions
 from holdfast.cli.resume_plan import plan_of
 from holdfast.cli.uploads import show_uploads
 from holdfast.cli.web.health import findings, is_wrong

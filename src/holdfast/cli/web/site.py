@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
-from holdfast.cli.answers.checkpoints import Listed, Ls
+from holdfast.cli.ls import Listed, Ls
 from holdfast.cli.output import Answer
 from holdfast.cli.web.jobs import Job, Jobs, told
 from holdfast.cli.web.rendering import Rendering
@@ -118,7 +118,7 @@ def page_number(request: Request) -> int:
     return int(text) if text.isascii() and text.isdigit() and 0 < len(text) < 7 else 1
 
 
-def select_page(rows: list[Any], number: int) -> dict[str, Any]:
+def select_page(rows: Sequence[Any], number: int) -> dict[str, Any]:
     """Return the rows of one page of a table, and how many there are."""
     last = max(1, -(-len(rows) // PAGE_ROWS))
     number = min(number, last)
