@@ -1,6 +1,6 @@
 """A training that dies: `python doomed.py ROOT LAST DIE_AFTER HOW`.
 
-Resumes, saves at every step up to LAST, and ends after DIE_AFTER saves of this life: HOW is
+Resumes, saves at every step up to LAST, and ends after DIE_AFTER saves of this session: HOW is
 `kill` (by SIGKILL, between two saves) or `ask` (sends SIGTERM to its supervisor, and when that
 comes back saves once more and asks for a requeue).
 """

@@ -304,7 +304,7 @@ def test_encrypted_checkpoints_stay_encrypted(
 
 
 def resumed_twice() -> MemoryStore:
-    """A run of two lives: the second one's claim names a checkpoint of the first."""
+    """A run of two sessions: the second one's claim names a checkpoint of the first."""
     store = MemoryStore()
     for step in (1, 2):
         with new_run().manager(store, preflight=False) as manager:

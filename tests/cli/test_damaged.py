@@ -66,7 +66,7 @@ def test_a_plain_gc_says_how_to_look(holdfast: Command, root: Path, damaged: str
     )
 
 
-def test_it_is_gone_afterwards_and_the_run_goes_on_from_the_one_before(
+def test_it_is_gone_afterwards_and_the_run_resumes_from_the_one_before(
     holdfast: Command, root: Path, damaged: str
 ) -> None:
     """Nothing but its folder goes, and nobody complains of it any more."""
@@ -111,7 +111,7 @@ def test_a_pinned_one_is_named_so_and_goes_because_a_person_says_so(
     damage(folder)
     document = holdfast("gc", root, "--damaged", folder.name, "--json").document
     assert (document["pinned"], document["is_latest"], document["deleted"]) == (True, False, False)
-    assert document["goes_on_from"] == folder_of(root, 300).name
+    assert document["resumes_from"] == folder_of(root, 300).name
     assert "; pinned" in holdfast("gc", root, "--damaged", folder.name).out
     document = holdfast("gc", root, "--damaged", folder.name, "--yes", "--json").document
     assert document["deleted"] is True

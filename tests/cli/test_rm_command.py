@@ -59,11 +59,11 @@ def test_one_checkpoint_goes_and_its_reason_stays_in_the_log(
     assert result.code == 0, result.err
     document = result.document
     assert (document["done"], document["step"], document["reason"]) == (True, 300, "test")
-    assert document["goes_on_from"] == folder_of(longer, 400).name
+    assert document["resumes_from"] == folder_of(longer, 400).name
     assert steps(longer) == [400, 200, 100]
     assert holdfast("verify", longer).code == 0
     purpose = f"deleted {document['folder']}: test"
-    assert holdfast("log", longer, "--json").document["lives"][-1]["purpose"] == purpose
+    assert holdfast("log", longer, "--json").document["sessions"][-1]["purpose"] == purpose
     assert purpose in holdfast("log", longer).out
 
 

@@ -56,14 +56,19 @@ def test_a_training_that_dies_again_and_again_gets_to_its_end(
     options = ("--root", root, *NO_PAUSE, "--max-failures", 1, "--json")
     result = holdfast("run", *options, *doomed(root, 5, 2, "kill"))
     assert result.code == 0
-    *lives, last = lines(result)
-    assert [(life["from_step"], life["to_step"]) for life in lives] == [(None, 2), (2, 4), (4, 5)]
-    assert [life["signal"] for life in lives] == ["SIGKILL", "SIGKILL", None]
-    assert [life["restart_in_s"] for life in lives] == [0.0, 0.0, None]
-    assert last["summary"]["lives"] == [
-        {name: value for name, value in life.items() if name != "holdfast"} for life in lives
+    *sessions, last = lines(result)
+    assert [(session["from_step"], session["to_step"]) for session in sessions] == [
+        (None, 2),
+        (2, 4),
+        (4, 5),
     ]
-    assert {life["holdfast"] for life in (*lives, last)} == {1}
+    assert [session["signal"] for session in sessions] == ["SIGKILL", "SIGKILL", None]
+    assert [session["restart_in_s"] for session in sessions] == [0.0, 0.0, None]
+    assert last["summary"]["sessions"] == [
+        {name: value for name, value in session.items() if name != "holdfast"}
+        for session in sessions
+    ]
+    assert {session["holdfast"] for session in (*sessions, last)} == {1}
     assert head(root) == 5
 
 
@@ -99,18 +104,18 @@ def test_a_training_that_is_asked_to_stop_saves_and_its_code_is_passed_on(tmp_pa
         check=False,
     )
     assert (done.returncode, done.stderr) == (75, "")
-    life, last = [json.loads(line) for line in done.stdout.splitlines()]
-    assert (life["exit_status"], life["asked"], life["to_step"]) == (75, "SIGTERM", 4)
+    session, last = [json.loads(line) for line in done.stdout.splitlines()]
+    assert (session["exit_status"], session["asked"], session["to_step"]) == (75, "SIGTERM", 4)
     assert (last["summary"]["outcome"], last["summary"]["code"]) == ("requeue", 75)
     assert head(root) == 4
 
 
 def test_json_has_every_member_that_the_page_promises(holdfast: Command) -> None:
     result = holdfast("run", "--json", *NO_PAUSE, "--max-failures", 1, "sh", "-c", "exit 9")
-    life, last = lines(result)
-    assert list(life) == [
+    session, last = lines(result)
+    assert list(session) == [
         "holdfast",
-        "life",
+        "session",
         "exit_status",
         "signal",
         "asked",
@@ -123,8 +128,8 @@ def test_json_has_every_member_that_the_page_promises(holdfast: Command) -> None
         "restart_in_s",
     ]
     assert list(last) == ["holdfast", "summary"]
-    assert list(last["summary"]) == ["outcome", "code", "from_step", "to_step", "lives"]
-    assert (result.code, last["summary"]["outcome"], life["exit_status"]) == (4, "gave-up", 9)
+    assert list(last["summary"]) == ["outcome", "code", "from_step", "to_step", "sessions"]
+    assert (result.code, last["summary"]["outcome"], session["exit_status"]) == (4, "gave-up", 9)
 
 
 def test_a_success_is_silent_and_the_streams_are_those_of_the_command() -> None:

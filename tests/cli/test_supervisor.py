@@ -18,8 +18,8 @@ from holdfast.cli.supervisor import (
     FORWARDED,
     REQUEUE_CODE,
     ChildEnding,
-    ChildLife,
     ChildProcess,
+    ChildSession,
     RestartLimits,
     Supervised,
     SupervisionOutcome,
@@ -49,7 +49,7 @@ class Zeros(random.Random):
 
 
 class Script:
-    """A child that ends as written, at steps as written; time passes only in its lives."""
+    """A child that ends as written, at steps as written; time passes only in its sessions."""
 
     def __init__(
         self,
@@ -80,24 +80,31 @@ class Script:
 
 def test_a_success_is_the_end() -> None:
     result = Script([DONE]).supervised(RestartLimits())
-    assert (result.outcome, result.code, len(result.lives)) == (SupervisionOutcome.FINISHED, 0, 1)
-    assert result.lives[0].restart_in_s is None
+    assert (result.outcome, result.code, len(result.sessions)) == (
+        SupervisionOutcome.FINISHED,
+        0,
+        1,
+    )
+    assert result.sessions[0].restart_in_s is None
 
 
 def test_it_gives_up_after_so_many_lives_without_progress() -> None:
     script = Script([CRASH] * 9, steps=[None, 10, 10, 10, 10])
     result = script.supervised(RestartLimits(max_failures=3), head=script.head)
     assert result.outcome is SupervisionOutcome.GAVE_UP
-    assert [life.has_progressed for life in result.lives] == [True, False, False, False]
-    assert [life.failures for life in result.lives] == [0, 1, 2, 3]
-    assert [(life.from_step, life.to_step) for life in result.lives[:2]] == [(None, 10), (10, 10)]
+    assert [session.has_progressed for session in result.sessions] == [True, False, False, False]
+    assert [session.failures for session in result.sessions] == [0, 1, 2, 3]
+    assert [(session.from_step, session.to_step) for session in result.sessions[:2]] == [
+        (None, 10),
+        (10, 10),
+    ]
 
 
 def test_progress_resets_the_count_and_the_pause() -> None:
     script = Script([CRASH] * 6 + [DONE], steps=[0, 0, 0, 5, 5, 5, 9, 12])
     result = script.supervised(RestartLimits(max_failures=3), head=script.head)
     assert result.outcome is SupervisionOutcome.FINISHED
-    assert [life.failures for life in result.lives] == [1, 2, 0, 1, 2, 0, 0]
+    assert [session.failures for session in result.sessions] == [1, 2, 0, 1, 2, 0, 0]
     assert script.pauses == [1.0, 2.0, 1.0, 1.0, 2.0, 1.0]
 
 
@@ -105,20 +112,20 @@ def test_the_same_steps_again_are_no_progress() -> None:
     """A run that falls back to 900, saves 1000 once more and crashes does not do so for ever."""
     script = Script([CRASH] * 9, steps=[1000, 900, 1000, 900, 1000])
     result = script.supervised(RestartLimits(max_failures=4), head=script.head)
-    assert (result.outcome, len(result.lives)) == (SupervisionOutcome.GAVE_UP, 4)
+    assert (result.outcome, len(result.sessions)) == (SupervisionOutcome.GAVE_UP, 4)
 
 
 def test_a_root_that_cannot_be_seen_for_a_while_is_no_progress_and_no_loss() -> None:
     script = Script([CRASH] * 3 + [DONE], steps=[5, None, 5, 7, 7])
     result = script.supervised(RestartLimits(), head=script.head)
-    assert [life.has_progressed for life in result.lives] == [False, False, True, False]
+    assert [session.has_progressed for session in result.sessions] == [False, False, True, False]
 
 
 def test_without_a_root_a_long_life_is_progress() -> None:
     script = Script([CRASH] * 9, seconds=[10, 600, 10, 599])
     result = script.supervised(RestartLimits(max_failures=2))
-    assert [life.has_progressed for life in result.lives] == [False, True, False, False]
-    assert [life.ending.duration_s for life in result.lives] == [10, 600, 10, 599]
+    assert [session.has_progressed for session in result.sessions] == [False, True, False, False]
+    assert [session.ending.duration_s for session in result.sessions] == [10, 600, 10, 599]
 
 
 @pytest.mark.parametrize(
@@ -132,17 +139,21 @@ def test_without_a_root_a_long_life_is_progress() -> None:
         (ChildEnding(returncode=-9, asked=2), SupervisionOutcome.STOPPED, 137),
     ],
 )
-def test_these_endings_are_not_followed_by_another_life(
+def test_these_endings_are_not_followed_by_another_session(
     ending: ChildEnding, outcome: SupervisionOutcome, code: int
 ) -> None:
     result = Script([ending]).supervised(RestartLimits())
-    assert (result.outcome, result.code, len(result.lives)) == (outcome, code, 1)
+    assert (result.outcome, result.code, len(result.sessions)) == (outcome, code, 1)
 
 
 def test_the_code_for_a_requeue_can_be_another() -> None:
     script = Script([ChildEnding(returncode=75), ChildEnding(returncode=85)])
     result = script.supervised(RestartLimits(requeue_code=85))
-    assert (result.outcome, result.code, len(result.lives)) == (SupervisionOutcome.REQUEUE, 85, 2)
+    assert (result.outcome, result.code, len(result.sessions)) == (
+        SupervisionOutcome.REQUEUE,
+        85,
+        2,
+    )
 
 
 def test_the_trainer_asks_for_a_requeue_with_the_code_that_is_expected() -> None:
@@ -151,22 +162,26 @@ def test_the_trainer_asks_for_a_requeue_with_the_code_that_is_expected() -> None
 
 def test_a_signal_between_two_lives_is_the_end() -> None:
     result = Script([CRASH, CRASH], signals=[None, 15]).supervised(RestartLimits())
-    assert (result.outcome, result.code, len(result.lives)) == (SupervisionOutcome.STOPPED, 143, 2)
+    assert (result.outcome, result.code, len(result.sessions)) == (
+        SupervisionOutcome.STOPPED,
+        143,
+        2,
+    )
 
 
 def test_a_command_that_cannot_be_started_any_more_is_a_failure() -> None:
     script = Script([CRASH, ChildEnding(returncode=None, error="no memory")])
     result = script.supervised(RestartLimits(max_failures=2))
-    assert (result.outcome, str(result.lives[-1].ending)) == (
+    assert (result.outcome, str(result.sessions[-1].ending)) == (
         SupervisionOutcome.GAVE_UP,
         "not started: no memory",
     )
 
 
 def test_each_life_is_told_when_it_ends() -> None:
-    told: list[ChildLife] = []
+    told: list[ChildSession] = []
     result = Script([CRASH, DONE]).supervised(RestartLimits(), tell=told.append)
-    assert tuple(told) == result.lives
+    assert tuple(told) == result.sessions
 
 
 @given(
@@ -195,7 +210,7 @@ def test_it_always_ends_after_so_many_lives_for_each_checkpoint(
     script = Script([CRASH] * 200, steps=endless)
     result = script.supervised(RestartLimits(max_failures=most), head=script.head)
     assert result.outcome is SupervisionOutcome.GAVE_UP
-    assert len(result.lives) <= most * (len({step for step in steps if step is not None}) + 1)
+    assert len(result.sessions) <= most * (len({step for step in steps if step is not None}) + 1)
 
 
 @pytest.mark.parametrize(
@@ -247,8 +262,8 @@ def test_a_real_child_is_started_again_until_it_succeeds(tmp_path: object) -> No
     script += "open(str(len(os.listdir())), 'x')\nos._exit(0 if len(os.listdir()) == 3 else 7)"
     with ChildProcess([sys.executable, "-S", "-c", script], grace_s=1) as process:
         result = supervise(process, RestartLimits(backoff_s=0))
-    assert [life.ending.returncode for life in result.lives] == [7, 7, 0]
-    assert all(life.ending.duration_s > 0 for life in result.lives)
+    assert [session.ending.returncode for session in result.sessions] == [7, 7, 0]
+    assert all(session.ending.duration_s > 0 for session in result.sessions)
 
 
 @pytest.mark.parametrize("number", FORWARDED, ids=lambda number: number.name)
@@ -301,7 +316,7 @@ def is_alive(pid: int) -> bool:
 def test_helpers_of_a_crashed_child_do_not_outlive_it(
     child: Callable[..., ChildProcess], tmp_path: object
 ) -> None:
-    """A loader's worker may hold the accelerator that the next life needs."""
+    """A loader's worker may hold the accelerator that the next session needs."""
     file = f"{tmp_path}/pid"
     ending = child(
         "helper = subprocess.Popen([sys.executable, '-S', '-c', 'import signal; signal.pause()'])\n"
@@ -335,7 +350,7 @@ def test_a_training_behind_a_shell_may_save_though_the_shell_dies_at_once(
     assert os.path.exists(f"{tmp_path}/saved")
 
 
-def test_a_signal_ends_the_pause_between_two_lives(child: Callable[..., ChildProcess]) -> None:
+def test_a_signal_ends_the_pause_between_two_sessions(child: Callable[..., ChildProcess]) -> None:
     process = child("")
     assert process.pause(0.0) is None
     os.kill(os.getpid(), signal.SIGUSR1)

@@ -28,7 +28,7 @@ def _no_holding_back() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def run_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two lives: steps 100 to 400, then back to 200 and on to 300, with a rule."""
+    """A run of two sessions: steps 100 to 400, then back to 200 and on to 300, with a rule."""
     root = tmp_path_factory.mktemp("serve") / "run"
     with new_run().manager(root, keep=holdfast.Last(8)) as manager:
         for step in (100, 200, 300, 400):

@@ -93,23 +93,25 @@ def test_size_and_last_step_are_those_of_watch(page: Page, run_root: Path, path:
 def test_lives_saves_and_costs_are_those_of_log(page: Page, run_root: Path) -> None:
     log: Any = log_root(str(run_root), saves=True).document
     text = page.whole("/r/run/lineage")
-    assert picked(rows_of(text, "Lives"), 0, 1, 4, 5, 6) == [
+    assert picked(rows_of(text, "Sessions"), 0, 1, 4, 5, 6) == [
         (
-            str(life.epoch),
-            when(life.began),
-            f"{life.from_step} to {life.to_step}",
-            str(life.num_checkpoints),
-            life.ending,
+            str(session.epoch),
+            when(session.began),
+            f"{session.from_step} to {session.to_step}",
+            str(session.num_checkpoints),
+            session.ending,
         )
-        for life in reversed(log.lives)
+        for session in reversed(log.sessions)
     ]
-    saves = [(life, save) for life in reversed(log.lives) for save in reversed(life.saves)]
+    saves = [
+        (session, save) for session in reversed(log.sessions) for save in reversed(session.saves)
+    ]
     assert picked(rows_of(text, "Saves"), 0, 1, 2, 3, 4, 5) == [
-        (str(life.epoch), str(s.step), s.folder, when(s.created), s.reason, s.state)
-        for life, s in saves
+        (str(session.epoch), str(s.step), s.folder, when(s.created), s.reason, s.state)
+        for session, s in saves
     ]
     costs = rows_of(page.whole("/r/run/costs"), "Costs of saves")
-    known = [save for life in log.lives for save in life.saves if save.cost][::-1]
+    known = [save for session in log.sessions for save in session.saves if save.cost][::-1]
     assert picked(costs, 1, 7, 8) == [
         (one.folder, format_nbytes(one.cost.nbytes), format_nbytes(one.cost.new_nbytes))
         for one in known

@@ -89,7 +89,7 @@ def test_retention_resume_and_costs_show_the_answers_of_their_commands(
         assert (candidate.why or "") in text
     log: Any = log_root(str(run_root), saves=True).document
     data = json.loads(page.whole("/r/run/costs.json"))
-    stalls = {s.step: s.cost.stall_s for life in log.lives for s in life.saves if s.cost}
+    stalls = {s.step: s.cost.stall_s for session in log.sessions for s in session.saves if s.cost}
     (series,) = (one for one in data["series"] if one["name"] == "stall")
     assert {step for step, _ in series["points"]} == {*stalls}
     assert "durable after" in page.whole("/r/run/costs")

@@ -57,8 +57,8 @@ def test_what_comes_next_and_what_it_cost_is_told_of_a_bucket(
         [100, 200],
         [300],
     ]
-    (life,) = holdfast("log", root, "--saves", "--json").document["lives"]
-    costs = [save["cost"] for save in life["saves"]]
+    (session,) = holdfast("log", root, "--saves", "--json").document["sessions"]
+    costs = [save["cost"] for save in session["saves"]]
     assert all(cost["durable_s"] > 0 and cost["linked_nbytes"] == 0 for cost in costs)
 
 

@@ -94,7 +94,7 @@ class GcDamaged(Document, frozen=True):
     """Tags that it was given after the save."""
     is_latest: bool
     """Whether `latest` names it."""
-    goes_on_from: str | None
+    resumes_from: str | None
     """Folder from which the run goes on without it."""
     warnings: Sequence[str]
     """What to look at first."""
@@ -240,7 +240,7 @@ def _remove_damaged(root: str, folder: str, *, is_sure: bool) -> Answer:
         pinned=damaged.pinned,
         tags=damaged.tags,
         is_latest=damaged.is_latest,
-        goes_on_from=damaged.goes_on_from,
+        resumes_from=damaged.goes_on_from,
         warnings=[*warnings, *said],
         deleted=why == "",
         kept_because=why or None,
@@ -307,7 +307,7 @@ def _format_damage(damaged: GcDamaged) -> list[str]:
     marks = [f"tagged {tag}" for tag in damaged.tags]
     marks += ["pinned"] if damaged.pinned else []
     marks += ["the latest"] if damaged.is_latest else []
-    before = damaged.goes_on_from
+    before = damaged.resumes_from
     return [
         f"{damaged.folder}: {'; '.join([damaged.why, *marks])}",
         *(f"  {file.name}  {format_nbytes(file.nbytes)}" for file in damaged.files),

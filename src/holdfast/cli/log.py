@@ -1,4 +1,4 @@
-"""`holdfast log`: list the lives of a run, what each has changed and what became of its saves."""
+"""`holdfast log`: the sessions of a run, what each has changed and what became of its saves."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class LoggedSave(Document, frozen=True):
     """What it took; null where its manifest is gone."""
 
 
-class Life(Document, frozen=True):
+class Session(Document, frozen=True):
     """Time in which one process owned a run."""
 
     epoch: int
@@ -119,7 +119,7 @@ class Life(Document, frozen=True):
     ending: Ending
     """How it ended; `continued`: by the same process."""
     changes: Sequence[str]
-    """What had changed since the life before."""
+    """What had changed since the session before."""
     saves: Sequence[LoggedSave]
     """Its saves, oldest first."""
 
@@ -129,8 +129,8 @@ class Log(Document, frozen=True):
 
     root: str
     """Path or URL of the root."""
-    lives: Sequence[Life]
-    """Lives of the run, oldest first."""
+    sessions: Sequence[Session]
+    """Sessions of the run, oldest first."""
     damaged: Sequence[UnreadableCheckpoint]
     """As for `ls`."""
     unopened: Sequence[Unopened]
@@ -154,19 +154,19 @@ def log_root(root: str, *, saves: bool = False) -> Answer:
     store = open_root(root)
     catalog = Catalog(store)
     entries, unread = catalog.survey()
-    lives = [*_lives(store, catalog, entries, _costs_of(store, entries, linked=saves))]
+    sessions = [*_sessions(store, catalog, entries, _costs_of(store, entries, linked=saves))]
     damaged, unopened = split_unread(unread)
-    document = Log(root=store.url, lives=lives, damaged=damaged, unopened=unopened)
+    document = Log(root=store.url, sessions=sessions, damaged=damaged, unopened=unopened)
     lines = [unread_line(folder, error) for folder, error in unread]
-    return Answer(document=document, parts=[*_format_lives(document, saves=saves), *lines])
+    return Answer(document=document, parts=[*_format_sessions(document, saves=saves), *lines])
 
 
-def _lives(
+def _sessions(
     store: Store,
     catalog: Catalog,
     entries: Sequence[Entry],
     costs: Mapping[str, RecordedSaveCost],
-) -> Iterator[Life]:
+) -> Iterator[Session]:
     epochs = sorted({*catalog.epochs(), *(entry.name.epoch for entry in entries)})
     claims = {epoch: _read_claim(catalog, epoch) for epoch in epochs}
     steps: dict[str, int | None] = {entry.folder: entry.step for entry in entries}
@@ -175,7 +175,9 @@ def _lives(
         if point is not None:
             steps.setdefault(point.folder, _step_of(point.folder))
     logged = _saves(catalog, entries, claims, costs)
-    changes = {life.epoch: life for entry in reversed(entries) for life in entry.manifest.changes}
+    changes = {
+        session.epoch: session for entry in reversed(entries) for session in entry.manifest.changes
+    }
     for epoch, claim in claims.items():
         own = [entry for entry in entries if entry.name.epoch == epoch]
         reached = {entry.step for entry in own}
@@ -189,7 +191,7 @@ def _lives(
         changed = changes.get(epoch)
         following = next((found for at, found in claims.items() if at > epoch and found), None)
         start = changed.step if changed is not None else _format_start(claim, steps)
-        yield Life(
+        yield Session(
             epoch=epoch,
             began=None if claim is None else claim.created,
             host=None if claim is None else claim.process.host,
@@ -302,20 +304,26 @@ def _resumed_from(claim: WriterRecord | None) -> str | None:
     return None if claim is None or claim.resumed_from is None else claim.resumed_from.folder
 
 
-def _format_lives(document: Log, *, saves: bool) -> list[str | TextTable]:
-    lives = document.lives
+def _format_sessions(document: Log, *, saves: bool) -> list[str | TextTable]:
+    sessions = document.sessions
     table = TextTable(
         columns=("session", "began (UTC)", "where", "resumed from", "last save", "kept", "ending"),
-        rows=[_row(life) for life in lives],
+        rows=[_row(session) for session in sessions],
         right=frozenset({0, 4, 5}),
         whole=frozenset({0, 3, 4}),
     )
-    lines = [f"session {life.epoch} changed {change}" for life in lives for change in life.changes]
-    lines += [f"session {life.epoch} {life.purpose}" for life in lives if life.purpose]
-    return [document.root, table, *lines, *([_table_of_saves(lives)] if saves else [])]
+    lines = [
+        f"session {session.epoch} changed {change}"
+        for session in sessions
+        for change in session.changes
+    ]
+    lines += [
+        f"session {session.epoch} {session.purpose}" for session in sessions if session.purpose
+    ]
+    return [document.root, table, *lines, *([_table_of_saves(sessions)] if saves else [])]
 
 
-def _table_of_saves(lives: Sequence[Life]) -> TextTable:
+def _table_of_saves(sessions: Sequence[Session]) -> TextTable:
     return TextTable(
         columns=(
             *("session", "step", "folder", "saved (UTC)", "class", "reason"),
@@ -323,7 +331,7 @@ def _table_of_saves(lives: Sequence[Life]) -> TextTable:
         ),
         rows=[
             (
-                str(life.epoch),
+                str(session.epoch),
                 _format_step(saved.step),
                 saved.folder,
                 (saved.created or "?")[:19].replace("T", " "),
@@ -332,8 +340,8 @@ def _table_of_saves(lives: Sequence[Life]) -> TextTable:
                 *_cost_cells(saved.cost),
                 saved.state + (f": {saved.why}" if saved.why else ""),
             )
-            for life in lives
-            for saved in life.saves
+            for session in sessions
+            for saved in session.saves
         ],
         right=frozenset({0, 1, *range(6, 11)}),
         whole=frozenset({0, 1, 2}),
@@ -353,19 +361,19 @@ def _cost_cells(cost: RecordedSaveCost | None) -> tuple[str, ...]:
     )
 
 
-def _row(life: Life) -> tuple[str, ...]:
-    where = "claim lost" if life.began is None else f"{life.host}:{life.pid}"
-    origin = "?" if life.began is None else "the beginning"
-    if life.resumed_from is not None:
-        origin = life.resumed_from if life.from_step is None else f"step {life.from_step}"
+def _row(session: Session) -> tuple[str, ...]:
+    where = "claim lost" if session.began is None else f"{session.host}:{session.pid}"
+    origin = "?" if session.began is None else "the beginning"
+    if session.resumed_from is not None:
+        origin = session.resumed_from if session.from_step is None else f"step {session.from_step}"
     return (
-        str(life.epoch),
-        (life.began or "")[:19].replace("T", " "),
-        f"{where}{', taken over' if life.takeover else ''}",
-        f"{origin}{' (rollback)' if life.rollback else ''}",
-        "–" if life.to_step is None else str(life.to_step),
-        str(life.num_checkpoints),
-        ENDINGS.get(life.ending, life.ending),
+        str(session.epoch),
+        (session.began or "")[:19].replace("T", " "),
+        f"{where}{', taken over' if session.takeover else ''}",
+        f"{origin}{' (rollback)' if session.rollback else ''}",
+        "–" if session.to_step is None else str(session.to_step),
+        str(session.num_checkpoints),
+        ENDINGS.get(session.ending, session.ending),
     )
 
 

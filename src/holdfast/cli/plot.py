@@ -62,7 +62,7 @@ class MetricSeries(Document, frozen=True):
 
 
 class PlotStart(Document, frozen=True):
-    """Start of a life, but the first."""
+    """Start of a session, but the first."""
 
     step: int | None
     """Step from which it went on; null where not known."""
@@ -71,7 +71,7 @@ class PlotStart(Document, frozen=True):
     host: str
     """Host of its process."""
     before: Ending
-    """How the life before ended."""
+    """How the session before ended."""
 
 
 class Plot(Document, frozen=True):
@@ -86,7 +86,7 @@ class Plot(Document, frozen=True):
     saves: Sequence[int]
     """Steps of the saves."""
     starts: Sequence[PlotStart]
-    """Starts of all lives but the first."""
+    """Starts of all sessions but the first."""
     metrics: Sequence[str]
     """Names of all recorded metrics, learning rates among them; `--metric` draws any."""
     notes: Sequence[str]

@@ -57,7 +57,7 @@ class RemovedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that were freed, or would be."""
     reason: str
     """The reason, which is recorded in the claim and printed by `log`, unless it is encrypted."""
-    goes_on_from: str | None
+    resumes_from: str | None
     """Folder of the checkpoint from which the run resumes afterwards; null: there is none."""
     warnings: tuple[str, ...] = ()
     """Warnings, such as of files of others that were left; they go to standard error, too."""
@@ -146,7 +146,7 @@ def thin(target: str, components: Sequence[str], **given: Any) -> Answer:
             kept_because=None,
             nbytes=0,
             reason="",
-            goes_on_from=None,
+            resumes_from=None,
         )
         return Answer(document=document, parts=[f"{entry.folder}: dropped before"])
     return _carried_out(store, examine(store, entry, wanted), leave, command="thin")
@@ -230,7 +230,7 @@ def _finished(store: Store, folder: str, warnings: Sequence[str], *, dry_run: bo
         kept_because=None,
         nbytes=0,
         reason="",
-        goes_on_from=None,
+        resumes_from=None,
         warnings=tuple(warnings),
     )
     what = "only the files of others are" if warnings else "nothing of it is"
@@ -329,7 +329,7 @@ def _build_removal_answer(
         kept_because=kept_because,
         nbytes=asked.nbytes if is_done or leave.dry_run else 0,
         reason=leave.reason,
-        goes_on_from=None if after is None else after.folder,
+        resumes_from=None if after is None else after.folder,
         warnings=tuple(warnings),
     )
     if is_done:

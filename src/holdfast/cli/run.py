@@ -13,8 +13,8 @@ from holdfast.cli.options import argument, command, option
 from holdfast.cli.output import Code, TextTable, aligned, give_line, write_message
 from holdfast.cli.supervisor import (
     REQUEUE_CODE,
-    ChildLife,
     ChildProcess,
+    ChildSession,
     RestartLimits,
     Supervised,
     SupervisionOutcome,
@@ -30,10 +30,10 @@ from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 
 
-class ChildLived(Document, frozen=True):
-    """Line of `run` after each life of the command."""
+class RunSession(Document, frozen=True):
+    """Line of `run` after each session of the command."""
 
-    life: int
+    session: int
     """Its number, from 1."""
     exit_status: int | None
     """Exit status; null if a signal ended it."""
@@ -52,31 +52,31 @@ class ChildLived(Document, frozen=True):
     has_progressed: bool
     """Whether it made progress."""
     failures: int
-    """Lives in a row without progress."""
+    """Sessions in a row without progress."""
     restart_in_s: float | None
-    """Pause before the next life; null after the last."""
+    """Pause before the next session; null after the last."""
 
 
 class Summary(Document, frozen=True):
-    """All lives of `run`."""
+    """All sessions of `run`."""
 
     outcome: Literal["finished", "requeue", "stopped", "gave-up"]
     """How it ended."""
     code: int
     """Exit code of the command."""
     from_step: int | None
-    """Step of the run before the first life."""
+    """Step of the run before the first session."""
     to_step: int | None
     """Step of the run after the last."""
-    lives: Sequence[ChildLived]
-    """The lives."""
+    sessions: Sequence[RunSession]
+    """The sessions."""
 
 
 class RunEnd(Document, frozen=True):
     """Last line of `run`."""
 
     summary: Summary
-    """All lives."""
+    """All sessions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,13 +149,13 @@ def run_command(command: Sequence[str], *, as_json: bool, **given: Any) -> int:
     restarts = Restarts(**given)
     limits = restarts.limits()
     head = None if restarts.root is None else _head_of(_open_new_root(restarts.root))
-    tell = _report_json if as_json else _report_life
+    tell = _report_json if as_json else _report_session
     with ChildProcess(command, grace_s=_parse_seconds(restarts.grace, "--grace")) as child:
         result = supervise(child, limits, head=head, tell=tell)
     code = Code.GAVE_UP if result.outcome is SupervisionOutcome.GAVE_UP else result.code
     if as_json:
         give_line(RunEnd(summary=_summary(result, code)))
-    elif len(result.lives) > 1 or result.outcome is SupervisionOutcome.GAVE_UP:
+    elif len(result.sessions) > 1 or result.outcome is SupervisionOutcome.GAVE_UP:
         _print_result(result)
     return code
 
@@ -192,45 +192,46 @@ def _head_of(store: Store) -> Callable[[], int | None]:
     return head
 
 
-def _report_life(life: ChildLife) -> None:
-    if life.restart_in_s is None:
+def _report_session(session: ChildSession) -> None:
+    if session.restart_in_s is None:
         return
-    progress = "" if life.has_progressed else f", no progress ({life.failures} in a row)"
+    progress = "" if session.has_progressed else f", no progress ({session.failures} in a row)"
     write_message(
-        f"session {life.number} ended: {life.ending}, after {life.ending.duration_s:.1f} s, "
-        f"{_steps(life)}{progress}; next in {life.restart_in_s:.1f} s"
+        f"session {session.number} ended: {session.ending}, "
+        f"after {session.ending.duration_s:.1f} s, {_steps(session)}{progress}; "
+        f"next in {session.restart_in_s:.1f} s"
     )
 
 
-def _steps(life: ChildLife) -> str:
-    if life.from_step is None and life.to_step is None:
+def _steps(session: ChildSession) -> str:
+    if session.from_step is None and session.to_step is None:
         return "no step known"
-    return f"step {_format_step(life.from_step)} to {_format_step(life.to_step)}"
+    return f"step {_format_step(session.from_step)} to {_format_step(session.to_step)}"
 
 
 def _format_step(step: int | None) -> str:
     return "-" if step is None else str(step)
 
 
-def _report_json(life: ChildLife) -> None:
-    give_line(_describe_life(life))
+def _report_json(session: ChildSession) -> None:
+    give_line(_describe_session(session))
 
 
-def _describe_life(life: ChildLife) -> ChildLived:
-    returncode = life.ending.returncode
+def _describe_session(session: ChildSession) -> RunSession:
+    returncode = session.ending.returncode
     is_signal = returncode is not None and returncode < 0
-    return ChildLived(
-        life=life.number,
+    return RunSession(
+        session=session.number,
         exit_status=None if is_signal else returncode,
         signal=signal_name(-returncode) if returncode is not None and is_signal else None,
-        asked=None if life.ending.asked is None else signal_name(life.ending.asked),
-        error=life.ending.error or None,
-        duration_s=life.ending.duration_s,
-        from_step=life.from_step,
-        to_step=life.to_step,
-        has_progressed=life.has_progressed,
-        failures=life.failures,
-        restart_in_s=life.restart_in_s,
+        asked=None if session.ending.asked is None else signal_name(session.ending.asked),
+        error=session.ending.error or None,
+        duration_s=session.ending.duration_s,
+        from_step=session.from_step,
+        to_step=session.to_step,
+        has_progressed=session.has_progressed,
+        failures=session.failures,
+        restart_in_s=session.restart_in_s,
     )
 
 
@@ -238,16 +239,16 @@ def _summary(result: Supervised, code: int) -> Summary:
     return Summary(
         outcome=result.outcome.value,
         code=int(code),
-        from_step=result.lives[0].from_step,
-        to_step=result.lives[-1].to_step,
-        lives=[_describe_life(life) for life in result.lives],
+        from_step=result.sessions[0].from_step,
+        to_step=result.sessions[-1].to_step,
+        sessions=[_describe_session(session) for session in result.sessions],
     )
 
 
 def _print_result(result: Supervised) -> None:
     table = TextTable(
         columns=("session", "ended with", "seconds", "from step", "to step", "progress"),
-        rows=[_row(life) for life in result.lives],
+        rows=[_row(session) for session in result.sessions],
         right=frozenset({0, 2, 3, 4}),
     )
     for line in aligned(table):
@@ -255,19 +256,19 @@ def _print_result(result: Supervised) -> None:
     write_message(_verdict(result))
 
 
-def _row(life: ChildLife) -> tuple[str, ...]:
+def _row(session: ChildSession) -> tuple[str, ...]:
     return (
-        str(life.number),
-        str(life.ending),
-        f"{life.ending.duration_s:.1f}",
-        _format_step(life.from_step),
-        _format_step(life.to_step),
-        "yes" if life.has_progressed else "no",
+        str(session.number),
+        str(session.ending),
+        f"{session.ending.duration_s:.1f}",
+        _format_step(session.from_step),
+        _format_step(session.to_step),
+        "yes" if session.has_progressed else "no",
     )
 
 
 def _verdict(result: Supervised) -> str:
-    last = result.lives[-1]
+    last = result.sessions[-1]
     if result.outcome is SupervisionOutcome.FINISHED:
         return f"finished in session {last.number}"
     if result.outcome is SupervisionOutcome.REQUEUE:

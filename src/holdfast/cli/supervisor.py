@@ -34,7 +34,7 @@ class RestartLimits:
     """Limits of restarts: failures, pauses, and what counts as progress."""
 
     max_failures: int = 5
-    """Give up after so many lives (runs of the child) in a row without progress."""
+    """Give up after so many sessions (runs of the child) in a row without progress."""
     backoff_s: float = 1.0
     """Pause before a restart, in seconds; doubled with each further failure. 0 for none."""
     backoff_max_s: float = 60.0
@@ -42,7 +42,7 @@ class RestartLimits:
     requeue_code: int = REQUEUE_CODE
     """Exit status after which the child is not restarted: its scheduler is to do that."""
     progress_after_s: float = 600.0
-    """Duration from which a life counts as progress, where the run's step is not known."""
+    """Duration from which a session counts as progress, where the run's step is not known."""
 
     def __post_init__(self) -> None:
         if self.max_failures < 1:
@@ -59,7 +59,7 @@ class RestartLimits:
             )
 
     def pause_s(self, failures: int, jitter: float) -> float:
-        """Compute the pause before a restart, in seconds, after `failures` lives without progress.
+        """Compute the pause before a restart, in seconds, after sessions without progress.
 
         `jitter` from 0 to 1 takes up to half of it away, so that trainings that one fault ended
         do not all restart at one moment.
@@ -110,35 +110,35 @@ class SupervisionOutcome(Enum):
     STOPPED = "stopped"
     """A signal asked to stop, and the child ended in another way than those two."""
     GAVE_UP = "gave-up"
-    """Too many lives in a row ended without progress."""
+    """Too many sessions in a row ended without progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChildLife:
+class ChildSession:
     """Result of a run of the child: how it ended, whether it made progress, the pause after it."""
 
     number: int
-    """Number of the life, from 1."""
+    """Number of the session, from 1."""
     ending: ChildEnding
     from_step: int | None
-    """Step of the run's newest checkpoint before the life; None: there was none, or not known."""
+    """Step of the run's newest checkpoint before the session; None: none, or not known."""
     to_step: int | None
-    """Step of the run's newest checkpoint after the life."""
+    """Step of the run's newest checkpoint after the session."""
     has_progressed: bool
     failures: int
-    """Lives in a row without progress, this one included."""
+    """Sessions in a row without progress, this one included."""
     restart_in_s: float | None
-    """Pause before the next life; None after the last one."""
+    """Pause before the next session; None after the last one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervised:
-    """Result of a supervision: its outcome, all lives of the child, and the exit status."""
+    """Result of a supervision: its outcome, all sessions of the child, and the exit status."""
 
     outcome: SupervisionOutcome
-    lives: tuple[ChildLife, ...]
+    sessions: tuple[ChildSession, ...]
     code: int
-    """Exit status of the last life, or 128 + n where signal n came between two lives."""
+    """Exit status of the last session, or 128 + n where signal n came between two sessions."""
 
 
 class Child(Protocol):
@@ -158,19 +158,19 @@ def supervise(
     limits: RestartLimits,
     *,
     head: Callable[[], int | None] | None = None,
-    tell: Callable[[ChildLife], None] = lambda life: None,
+    tell: Callable[[ChildSession], None] = lambda session: None,
     dice: random.Random | None = None,
 ) -> Supervised:
     """Restart the child until it succeeds, is asked to stop, or makes no more progress.
 
-    `head` gives the step of the run's newest checkpoint, or None where there is none. A life has
+    `head` gives the step of the run's newest checkpoint, or None where there is none. A session has
     made progress when that step is higher than ever before: so there are at most `max_failures`
-    lives for each checkpoint, also for a run that is rolled back again and again. Without `head`,
-    a long life counts (`Limits.progress_after_s`). `tell` is called after each life. `dice` draw
-    the jitter of pauses.
+    sessions for each checkpoint, also for a run that is rolled back again and again. Without
+    `head`, a long session counts (`RestartLimits.progress_after_s`). `tell` is called after each
+    session. `dice` draw the jitter of pauses.
     """
     dice = dice or random.Random()
-    lives: list[ChildLife] = []
+    sessions: list[ChildSession] = []
     step = None if head is None else head()
     highest, failures = -1 if step is None else step, 0
     while True:
@@ -184,8 +184,8 @@ def supervise(
         failures = 0 if has_progressed or ending.returncode == 0 else failures + 1
         outcome = _outcome(ending, limits, failures)
         pause_s = limits.pause_s(failures, dice.random())
-        life = ChildLife(
-            number=len(lives) + 1,
+        session = ChildSession(
+            number=len(sessions) + 1,
             ending=ending,
             from_step=before,
             to_step=step,
@@ -193,14 +193,16 @@ def supervise(
             failures=failures,
             restart_in_s=pause_s if outcome is None else None,
         )
-        lives.append(life)
-        tell(life)
+        sessions.append(session)
+        tell(session)
         if outcome is not None:
-            return Supervised(outcome=outcome, lives=tuple(lives), code=ending.code)
+            return Supervised(outcome=outcome, sessions=tuple(sessions), code=ending.code)
         asked = child.pause(pause_s)
         if asked is not None:
             code = _SHELL_SIGNAL + asked
-            return Supervised(outcome=SupervisionOutcome.STOPPED, lives=tuple(lives), code=code)
+            return Supervised(
+                outcome=SupervisionOutcome.STOPPED, sessions=tuple(sessions), code=code
+            )
 
 
 def signal_name(number: int) -> str:
@@ -214,7 +216,7 @@ def signal_name(number: int) -> str:
 def _outcome(
     ending: ChildEnding, limits: RestartLimits, failures: int
 ) -> SupervisionOutcome | None:
-    """Decide the outcome after a life; None: restart the child."""
+    """Decide the outcome after a session; None: restart the child."""
     if ending.returncode == 0:
         return SupervisionOutcome.FINISHED
     if ending.returncode == limits.requeue_code:

@@ -1,15 +1,15 @@
-"""Picture of a run's lives, from the answer of `log`: a line each, and what was left behind."""
+"""Picture of a run's sessions, from the answer of `log`: a line each, and what was left behind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from holdfast.cli.log import Life, LoggedSave
+from holdfast.cli.log import LoggedSave, Session
 
 WIDTH, LANE, LEFT, RIGHT = 960, 26, 44, 16
-MOST_LIVES = 40
-"""Newest lives that are drawn; the table has all."""
+MOST_SESSIONS = 40
+"""Newest sessions that are drawn; the table has all."""
 
 
 class Tick(NamedTuple):
@@ -21,10 +21,10 @@ class Tick(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The line of one life."""
+    """The line of one session."""
 
     y: float
-    life: Life
+    session: Session
     start: float
     end: float
     ticks: list[Tick]
@@ -43,34 +43,34 @@ class Picture(NamedTuple):
     left_out: int
 
 
-def picture(lives: Sequence[Life]) -> Picture:
-    """Lay out the newest lives, oldest on top, with steps from left to right."""
-    shown = lives[-MOST_LIVES:]
-    steps = [step for life in shown for step in _steps(life)] or [0]
+def picture(sessions: Sequence[Session]) -> Picture:
+    """Lay out the newest sessions, oldest on top, with steps from left to right."""
+    shown = sessions[-MOST_SESSIONS:]
+    steps = [step for session in shown for step in _steps(session)] or [0]
     first, last = min(steps), max(steps)
     places = {
         save.folder: (_x(save.step, first, last), _y(number))
-        for number, life in enumerate(shown)
-        for save in life.saves
+        for number, session in enumerate(shown)
+        for save in session.saves
         if save.step is not None
     }
     lanes = [
         Lane(
             y=_y(number),
-            life=life,
-            start=_x(min([*_steps(life)], default=first), first, last),
-            end=_x(max([*_steps(life)], default=first), first, last),
-            ticks=_ticks(life.saves, first, last),
-            origin=places.get(life.resumed_from or ""),
+            session=session,
+            start=_x(min([*_steps(session)], default=first), first, last),
+            end=_x(max([*_steps(session)], default=first), first, last),
+            ticks=_ticks(session.saves, first, last),
+            origin=places.get(session.resumed_from or ""),
         )
-        for number, life in enumerate(shown)
+        for number, session in enumerate(shown)
     ]
     height = int(_y(len(shown))) + 8
-    return Picture(WIDTH, height, lanes, first, last, len(lives) - len(shown))
+    return Picture(WIDTH, height, lanes, first, last, len(sessions) - len(shown))
 
 
-def _steps(life: Life) -> Iterator[int]:
-    known = (life.from_step, life.to_step, *(save.step for save in life.saves))
+def _steps(session: Session) -> Iterator[int]:
+    known = (session.from_step, session.to_step, *(save.step for save in session.saves))
     yield from (step for step in known if step is not None)
 
 

@@ -171,20 +171,20 @@ def _words_of(row: tuple[Listed, tuple[str, ...]]) -> str:
 
 
 async def lineage(request: Request) -> Response:
-    """Show the lives of the run, what was left behind, and what became of each save."""
+    """Show the sessions of the run, what was left behind, and what became of each save."""
     site = site_of(request)
     run = site.find_run(request)
     common, seen = await gather(of_run(run, "lineage"), run.get_answer("log", _log(run)))
     log: Log | None = seen.answer.document if seen.answer is not None else None
-    lives = [] if log is None else log.lives
-    saves = [(life, save) for life in reversed(lives) for save in reversed(life.saves)]
+    sessions = [] if log is None else log.sessions
+    saves = [(session, save) for session in reversed(sessions) for save in reversed(session.saves)]
     state = request.query_params.get("state", "")
     states = sorted({save.state for _, save in saves})
     chosen = [pair for pair in saves if state not in states or pair[1].state == state]
     values = {
         **given(seen),
         **select_page(chosen, page_number(request)),
-        "picture": picture(lives),
+        "picture": picture(sessions),
         "endings": ENDINGS,
         "states": states,
         "state": state if state in states else "",
@@ -249,8 +249,8 @@ async def costs(request: Request) -> Response:
 def _costly(seen: LastAnswer) -> list[LoggedSave]:
     """Return the saves of `log` of which the costs are known, oldest first."""
     log: Log | None = seen.answer.document if seen.answer is not None else None
-    lives = [] if log is None else log.lives
-    return [save for life in lives for save in life.saves if save.cost is not None]
+    sessions = [] if log is None else log.sessions
+    return [save for session in sessions for save in session.saves if save.cost is not None]
 
 
 _COSTS = (("stall", "stall_s"), ("write", "write_s"), ("upload", "upload_s"))

@@ -27,7 +27,7 @@ def make_app(roots: Sequence[str], access: Access) -> ASGIApp:
     site = Site(runs=make_runs(roots), jobs=Jobs(), rendering=Rendering(access, static))
 
     @asynccontextmanager
-    async def life(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         for run in site.runs.values():
             await run.list_checkpoints(patience_s=0)  # so that the first page finds it
         yield
@@ -43,7 +43,7 @@ def make_app(roots: Sequence[str], access: Access) -> ASGIApp:
 
     app = Starlette(
         routes=[Route("/static/{name}", file), *_routes()],
-        lifespan=life,
+        lifespan=lifespan,
         exception_handlers={HTTPException: _refused, HoldfastError: _failed},
     )
     app.router.redirect_slashes = False  # that would name a host and a scheme
