@@ -360,7 +360,7 @@ def refused(holdfast: Any, *arguments: Any) -> str:
 def test_the_child_ends_when_opening_takes_too_long(file: Path) -> None:
     body = (
         "import time, holdfast.interop.opening as opening; sources.OPENING_S = 0.2; "
-        "opening.open_source = lambda *_, **__: time.sleep(60); child.open_limited(source)"
+        "opening.open_source = lambda *_, **__: time.sleep(60); sources._open_limited(source)"
     )
     assert limited(file, body).returncode == -signal.SIGALRM
 
