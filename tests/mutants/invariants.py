@@ -351,7 +351,7 @@ MUTANTS = (
     Mutant(
         name="prune-dry-run-deletes",
         promise="I11: a dry run of `prune` claims and deletes nothing",
-        place="clean",
+        place="prune_root",
         before="        if dry_run\n        else prune_checkpoints(",
         after="        if dry_run and not entries\n        else prune_checkpoints(",
         near=("tests/cli/test_prune_command.py",),

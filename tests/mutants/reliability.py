@@ -183,8 +183,8 @@ MUTANTS = (
         name="verify-command-exits-with-0-on-damage",
         promise="R18: the exit status of `verify` tells damage",
         place="answer_of",
-        before="code=Code.OK if root_report.ok else Code.FOUND",
-        after="code=Code.OK",
+        before="code = Code.OK if root_report.ok else Code.FOUND",
+        after="code = Code.OK",
         near=("tests/cli/test_verify_command.py",),
     ),
     Mutant(
