@@ -25,7 +25,7 @@ from holdfast.cli.stats import stats
 from holdfast.cli.target import open_root
 from holdfast.cli.verify import verify_target
 from holdfast.cli.watch import Watcher
-from holdfast.cli.web.pages import thinned
+from holdfast.cli.web.figures import thinned
 
 Rows = list[list[str]]
 

@@ -20,7 +20,7 @@ from holdfast.cli import watch
 from holdfast.cli.options import NAMED, KeySources
 from holdfast.cli.watch import Watcher
 from holdfast.cli.web import checkpoints, jobs, runs
-from holdfast.cli.web.rendering import MAX_TEXT, _escape_text
+from holdfast.cli.web.site import MAX_TEXT, _escape_text
 from holdfast.errors import StoreError
 from holdfast.keys import Encryption, from_file
 from holdfast.root.catalog import Catalog

@@ -23,7 +23,7 @@ from tests.cli.conftest import holdfast as holdfast
 from tests.cli.roots import Result
 from tests.serve.many import multiply
 
-from holdfast.cli.web.rendering import Static
+from holdfast.cli.web.site import Static
 
 Command = Callable[..., Result]
 LEAST = "import sys\nfrom holdfast.cli import main\nsys.argv = ['holdfast', *sys.argv[1:]]\nmain()"

@@ -17,7 +17,7 @@ from holdfast.cli.show import Show, StoredTensor, show
 from holdfast.cli.stats import stats as compute
 from holdfast.cli.verify import verify_target
 from holdfast.cli.web.jobs import Job, told
-from holdfast.cli.web.pages import head_of, of_run, site_of
+from holdfast.cli.web.pages import head_of, of_run
 from holdfast.cli.web.runs import PageRun
 from holdfast.cli.web.site import WHOLE_S, Site, find_checkpoint, given, page_number, select_page
 
@@ -26,10 +26,8 @@ POLL_MS, SLOW_POLL_MS = 500, 2000
 SOON_S = 10.0
 
 
-async def checkpoint(request: Request) -> Response:
+async def checkpoint(site: Site, run: PageRun, request: Request) -> Response:
     """Show the manifest of a checkpoint."""
-    site = site_of(request)
-    run = site.find_run(request)
     listed = await site.checkpoint(request, run)
     common = await of_run(run, "checkpoints")
     seen = await run.get_answer(
@@ -60,10 +58,8 @@ def _name_checkpoint(run: PageRun, folder: str) -> str:
     return f"{run.root}@{folder}"
 
 
-async def tensors(request: Request) -> Response:
+async def tensors(site: Site, run: PageRun, request: Request) -> Response:
     """List the tensors of a checkpoint, those whose name has all the given words."""
-    site = site_of(request)
-    run = site.find_run(request)
     listed = await site.checkpoint(request, run)
     common = await of_run(run, "checkpoints")
     seen = await _tensors_of(run, listed.folder)
@@ -97,10 +93,8 @@ def _words_of(tensor: StoredTensor) -> str:
     return f"{tensor.component}:{tensor.key} {tensor.dtype}".lower()
 
 
-async def begin_verify(request: Request) -> Response:
+async def begin_verify(site: Site, run: PageRun, request: Request) -> Response:
     """Begin to verify a checkpoint."""
-    site = site_of(request)
-    run = site.find_run(request)
     listed = await site.checkpoint(request, run)
     return site.start_work(
         run,
@@ -110,19 +104,15 @@ async def begin_verify(request: Request) -> Response:
     )
 
 
-async def begin_verify_all(request: Request) -> Response:
+async def begin_verify_all(site: Site, run: PageRun, request: Request) -> Response:
     """Begin to verify a whole root."""
-    site = site_of(request)
-    run = site.find_run(request)
     return site.start_work(
         run, lambda: verify_target(run.root), kind="verify", title="all checkpoints"
     )
 
 
-async def begin_stats(request: Request) -> Response:
+async def begin_stats(site: Site, run: PageRun, request: Request) -> Response:
     """Begin to compute the statistics of a tensor, or of a component."""
-    site = site_of(request)
-    run = site.find_run(request)
     listed = await site.checkpoint(request, run)
     form = request.state.form
     seen = await _tensors_of(run, listed.folder, patience_s=WHOLE_S)
@@ -149,10 +139,8 @@ async def begin_stats(request: Request) -> Response:
     )
 
 
-async def comparison(request: Request) -> Response:
+async def comparison(site: Site, run: PageRun, request: Request) -> Response:
     """Ask which two checkpoints to compare."""
-    site = site_of(request)
-    run = site.find_run(request)
     common, listed = await of_run(run, "compare"), await site.wait_for_list(run)
     folders = [one.folder for one in listed.checkpoints]
     a, b = (request.query_params.get(name, "") for name in ("a", "b"))
@@ -164,10 +152,8 @@ async def comparison(request: Request) -> Response:
     return site.page(request, "compare.html", {**common, **values})
 
 
-async def begin_diff(request: Request) -> Response:
+async def begin_diff(site: Site, run: PageRun, request: Request) -> Response:
     """Begin to compare two checkpoints."""
-    site = site_of(request)
-    run = site.find_run(request)
     listed = await site.wait_for_list(run)
     form = request.state.form
     a, b = (find_checkpoint(listed, form.get(name, "")).folder for name in ("a", "b"))
@@ -179,15 +165,13 @@ async def begin_diff(request: Request) -> Response:
     )
 
 
-async def jobs(request: Request) -> Response:
+async def jobs(site: Site, request: Request) -> Response:
     """List the work that was begun."""
-    site = site_of(request)
     return site.page(request, "jobs.html", {"jobs": [*site.jobs][::-1], "tab": "jobs"})
 
 
-async def job(request: Request) -> Response:
+async def job(site: Site, request: Request) -> Response:
     """Show a piece of work: its progress, and then its answer."""
-    site = site_of(request)
     found = _job(site, request)
     is_over = found.is_over  # once: it may end while this is written
     answer = found.answer if is_over else None
@@ -209,9 +193,8 @@ def _rows_of(answer: Answer | None) -> list[Any]:
     return [*getattr(answer.document, "tensors", ())]
 
 
-async def stop_job(request: Request) -> Response:
+async def stop_job(site: Site, request: Request) -> Response:
     """Stop a piece of work."""
-    site = site_of(request)
     found = _job(site, request)
     site.jobs.request_job_stop(found)
     return RedirectResponse(site.rendering.url("jobs", str(found.number)), status_code=303)

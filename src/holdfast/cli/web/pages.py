@@ -1,47 +1,37 @@
-"""Pages of a run: overview, time line, list, lineage, costs."""
+"""Pages of a run, such as its overview and list, and the verdict on it for a first look."""
 
 from __future__ import annotations
 
-import json
-import math
 from asyncio import gather
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
-import msgspec
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.cli.log import ENDINGS, Log, LoggedSave, log_root
+from holdfast.cli.log import ENDINGS, Log
 from holdfast.cli.ls import Listed, Ls
-from holdfast.cli.output import Answer, TextTable, printable
+from holdfast.cli.output import Answer, TextTable
 from holdfast.cli.plot import Plot
 from holdfast.cli.plot import plot as plot_root
 from holdfast.cli.prune import Forecast, forecast_deletions
 from holdfast.cli.resume_plan import plan_of
 from holdfast.cli.uploads import show_uploads
-from holdfast.cli.web.health import findings, is_wrong
+from holdfast.cli.watch import WatchedOwner, WatchedRun
+from holdfast.cli.web.figures import costly, metric_names, picture, read_log
 from holdfast.cli.web.jobs import told
-from holdfast.cli.web.lineage import picture
 from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
 from holdfast.cli.web.site import WHOLE_S, Site, coming, given, page_number, select_page
 
-MAX_POINTS = 4000
-"""Points of a curve that are sent to be drawn; a screen has fewer columns."""
+_MAX_FINDINGS = 3
+"""Findings of one kind that are shown."""
+Level = Literal["bad", "warn", "good", "plain"]
 _NEWEST = 8
 """Checkpoints on the first page of a run."""
 
 
-def site_of(request: Request) -> Site:
-    """Return the site of a request."""
-    found: Site = request.app.state.site
-    return found
-
-
-async def roots(request: Request) -> Response:
+async def roots(site: Site, request: Request) -> Response:
     """Show all runs, each with its verdict."""
-    site = site_of(request)
     cards = await gather(*(_card(run) for run in site.runs.values()))
     retries_ms = [card["retry_ms"] for card in cards if card["retry_ms"] is not None]
     values = {"cards": cards, "retry_ms": min(retries_ms, default=None)}
@@ -50,7 +40,7 @@ async def roots(request: Request) -> Response:
 
 async def _card(run: PageRun) -> dict[str, Any]:
     looked, listed = await gather(run.watch_run(), run.list_checkpoints())
-    document = listed.answer.document if listed.answer is not None else None
+    document = listed.document
     found = findings(document, looked.answer)
     return {
         "run": run,
@@ -63,10 +53,8 @@ async def _card(run: PageRun) -> dict[str, Any]:
     }
 
 
-async def live(request: Request) -> Response:
+async def live(site: Site, run: PageRun, request: Request) -> Response:
     """Show what `watch` sees now; one look for all who ask at a time."""
-    site = site_of(request)
-    run = site.find_run(request)
     seen = await run.watch_run()
     return site.rendering.page("parts/live.html", _build_live_values(run, seen))
 
@@ -85,14 +73,12 @@ async def of_run(run: PageRun, tab: str) -> dict[str, Any]:
     return {**_build_live_values(run, await run.watch_run()), "tab": tab}
 
 
-async def overview(request: Request) -> Response:
+async def overview(site: Site, run: PageRun, request: Request) -> Response:
     """Show a run for ten seconds: its health, its head, its newest checkpoints."""
-    site = site_of(request)
-    run = site.find_run(request)
     common, seen, coming = await gather(
         of_run(run, "overview"), run.list_checkpoints(), _forecast(run)
     )
-    listed: Ls | None = seen.answer.document if seen.answer is not None else None
+    listed: Ls | None = seen.document
     found = findings(listed, common["watched"])
     head = None if listed is None else await head_of(run, listed)
     values = {
@@ -102,16 +88,14 @@ async def overview(request: Request) -> Response:
         "head": head,
         "rows": _pair_rows(seen.answer)[:_NEWEST] if seen.answer is not None else [],
         "metrics": [] if listed is None else metric_names(listed),
-        "forecast": None if coming.answer is None else coming.answer.document,
+        "forecast": coming.document,
         "forecast_error": told(coming.error),
     }
     return site.page(request, "overview.html", {**common, **values})
 
 
-async def newest(request: Request) -> Response:
+async def newest(site: Site, run: PageRun, request: Request) -> Response:
     """Show the newest checkpoints, and whatever is odd in the root."""
-    site = site_of(request)
-    run = site.find_run(request)
     seen = await run.list_checkpoints()
     rows = _pair_rows(seen.answer)[:_NEWEST] if seen.answer is not None else []
     return site.rendering.page("parts/newest.html", {**given(seen), "rows": rows, "run": run})
@@ -134,11 +118,6 @@ async def _plan(run: PageRun, *, patience_s: float = PATIENCE_S) -> LastAnswer:
     )
 
 
-def metric_names(listed: Ls) -> list[str]:
-    """List the metrics that checkpoints have, in alphabetical order."""
-    return sorted({name for one in listed.checkpoints for name in one.metrics})
-
-
 def _pair_rows(answer: Answer) -> list[tuple[Listed, tuple[str, ...]]]:
     """Pair each checkpoint of `ls` with the row of texts that the command prints."""
     document = answer.document
@@ -148,10 +127,8 @@ def _pair_rows(answer: Answer) -> list[tuple[Listed, tuple[str, ...]]]:
     return [*zip(document.checkpoints, rows, strict=True)]
 
 
-async def checkpoints(request: Request) -> Response:
+async def checkpoints(site: Site, run: PageRun, request: Request) -> Response:
     """List the checkpoints, those whose row has all the given words."""
-    site = site_of(request)
-    run = site.find_run(request)
     common, seen = await gather(of_run(run, "checkpoints"), run.list_checkpoints())
     words = request.query_params.get("q", "")[:200].lower().split()
     rows = _pair_rows(seen.answer) if seen.answer is not None else []
@@ -170,12 +147,10 @@ def _words_of(row: tuple[Listed, tuple[str, ...]]) -> str:
     return "\n".join((*texts, listed.reason, listed.save_class, *listed.components)).lower()
 
 
-async def lineage(request: Request) -> Response:
+async def lineage(site: Site, run: PageRun, request: Request) -> Response:
     """Show the sessions of the run, what was left behind, and what became of each save."""
-    site = site_of(request)
-    run = site.find_run(request)
-    common, seen = await gather(of_run(run, "lineage"), run.get_answer("log", _log(run)))
-    log: Log | None = seen.answer.document if seen.answer is not None else None
+    common, seen = await gather(of_run(run, "lineage"), read_log(run))
+    log: Log | None = seen.document
     sessions = [] if log is None else log.sessions
     saves = [(session, save) for session in reversed(sessions) for save in reversed(session.saves)]
     state = request.query_params.get("state", "")
@@ -192,32 +167,24 @@ async def lineage(request: Request) -> Response:
     return site.page(request, "lineage.html", {**common, **values})
 
 
-def _log(run: PageRun) -> Any:
-    return lambda: log_root(run.root, saves=True)
-
-
 async def _forecast(run: PageRun, keep: str = "") -> LastAnswer:
     return await run.get_answer(
         f"forecast {keep}", lambda: forecast_deletions(run.root, keep=keep or None)
     )
 
 
-async def retention(request: Request) -> Response:
+async def retention(site: Site, run: PageRun, request: Request) -> Response:
     """Show what retention deletes at the coming saves, and why."""
-    site = site_of(request)
-    run = site.find_run(request)
     keep = request.query_params.get("keep", "")[:500]
     common, seen = await gather(of_run(run, "retention"), _forecast(run, keep))
-    document: Forecast | None = seen.answer.document if seen.answer is not None else None
+    document: Forecast | None = seen.document
     rows = [] if document is None else document.kept
     values = {**given(seen), **select_page(rows, page_number(request)), "keep": keep}
     return site.page(request, "retention.html", {**common, **values})
 
 
-async def resume(request: Request) -> Response:
+async def resume(site: Site, run: PageRun, request: Request) -> Response:
     """Show what a resume would take, and what it would pass over and why."""
-    site = site_of(request)
-    run = site.find_run(request)
     common, seen = await gather(
         of_run(run, "resume"),
         _plan(run),
@@ -227,114 +194,30 @@ async def resume(request: Request) -> Response:
     return site.page(request, "resume.html", {**common, **values})
 
 
-async def costs(request: Request) -> Response:
+async def costs(site: Site, run: PageRun, request: Request) -> Response:
     """Show what saves took: stall, write, and how far uploads are."""
-    site = site_of(request)
-    run = site.find_run(request)
     common, seen, uploads = await gather(
         of_run(run, "costs"),
-        run.get_answer("log", _log(run)),
+        read_log(run),
         run.get_answer("uploads", lambda: show_uploads(run.root)),
     )
     watched = common["watched"]
     values = {
         **given(seen, uploads),
-        **select_page(_costly(seen)[::-1], page_number(request)),
-        "uploads": None if uploads.answer is None else uploads.answer.document,
+        **select_page(costly(seen)[::-1], page_number(request)),
+        "uploads": uploads.document,
         "uploads_error": told(uploads.error) if watched and watched.uploads else None,
     }
     return site.page(request, "costs.html", {**common, **values})
 
 
-def _costly(seen: LastAnswer) -> list[LoggedSave]:
-    """Return the saves of `log` of which the costs are known, oldest first."""
-    log: Log | None = seen.answer.document if seen.answer is not None else None
-    sessions = [] if log is None else log.sessions
-    return [save for session in sessions for save in session.saves if save.cost is not None]
-
-
-_COSTS = (("stall", "stall_s"), ("write", "write_s"), ("upload", "upload_s"))
-
-
-async def costs_data(request: Request) -> Response:
-    """Return what saves took by step, for the picture."""
-    run = site_of(request).find_run(request)
-    seen = await run.get_answer("log", _log(run))
-    saves = _costly(seen)
-    series = [
-        {"name": name, "points": [[save.step, getattr(save.cost, field)] for save in saves]}
-        for name, field in _COSTS
-        if any(getattr(save.cost, field) is not None for save in saves)
-    ]
-    return data({"series": series, "error": told(seen.error), **coming(seen)})
-
-
-async def plot_data(request: Request) -> Response:
-    """Return the answer of `plot` for the picture, with the checkpoints at their steps."""
-    site = site_of(request)
-    run = site.find_run(request)
-    listed = await run.list_checkpoints()
-    document: Ls | None = listed.answer.document if listed.answer is not None else None
-    metric = request.query_params.get("metric", "")
-    if metric and (document is None or metric not in metric_names(document)):
-        raise HTTPException(404, "No checkpoint has such a metric.")
-    seen = await run.get_answer(
-        f"plot {metric}",
-        lambda: plot_root(run.root, output=None, metrics=[metric] if metric else (), log=None),
-    )
-    plot: Plot | None = seen.answer.document if seen.answer is not None else None
-    marks = (
-        [] if document is None else [_encode_mark(site, run, one) for one in document.checkpoints]
-    )
-    found = {
-        "plot": None if plot is None else _drawable(plot),
-        "checkpoints": marks,
-        **coming(seen, listed),
-        "error": told(seen.error),
-    }
-    return data(found)
-
-
-def _drawable(plot: Plot) -> dict[str, Any]:
-    """Return the members of an answer of `plot`, of long curves only the extremes of stretches."""
-    members: dict[str, Any] = msgspec.to_builtins(plot)
-    for series in members["series"]:
-        series["points"] = thinned(series["points"], MAX_POINTS)
-    return members
-
-
-def thinned(points: Sequence[list[float]], most: int) -> list[list[float]]:
-    """Return the points, or of many the lowest and the highest of each stretch, in order."""
-    if len(points) <= most:
-        return list(points)
-    size = math.ceil(2 * len(points) / most)
-    found: list[list[float]] = []
-    for start in range(0, len(points), size):
-        stretch = points[start : start + size]
-        lowest = min(stretch, key=lambda point: point[1])
-        highest = max(stretch, key=lambda point: point[1])
-        found += [lowest] if lowest is highest else sorted([lowest, highest])
-    return found
-
-
-def _encode_mark(site: Site, run: PageRun, listed: Listed) -> dict[str, Any]:
-    return {
-        "step": listed.step,
-        "href": site.rendering.url("r", run.name, "c", listed.folder),
-        "text": printable(f"step {listed.step}, {listed.reason}, {listed.created[:16]}"),
-        "left": not listed.in_lineage,
-    }
-
-
-async def plot_table(request: Request) -> Response:
+async def plot_table(site: Site, run: PageRun, request: Request) -> Response:
     """Show the numbers behind the time line."""
-    site = site_of(request)
-    run = site.find_run(request)
     common = await of_run(run, "overview")
     seen = await run.get_answer(
         "plot ", lambda: plot_root(run.root, output=None, metrics=(), log=None)
     )
-    plot: Plot | None = seen.answer.document if seen.answer is not None else None
+    plot: Plot | None = seen.document
     names = [] if plot is None else [series.name for series in plot.series]
     by_step: dict[float, dict[str, float]] = {}
     for series in [] if plot is None else plot.series:
@@ -349,17 +232,86 @@ async def plot_table(request: Request) -> Response:
     return site.page(request, "numbers.html", {**common, **values})
 
 
-def data(members: Mapping[str, Any]) -> Response:
-    """Return JSON for the scripts of a page; floats that JSON cannot hold become null."""
-    text = json.dumps(_finite(members), allow_nan=False)
-    return Response(text, media_type="application/json")
+# Verdict on a run
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
-    if isinstance(value, Mapping):
-        return {str(name): _finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+class HealthLine(NamedTuple):
+    """Line of the verdict on a run: good, bad or worth a look."""
+
+    level: Level
+    text: str
+
+
+_OWNER: dict[str, tuple[Level, str]] = {
+    "alive": ("good", "training now: process {pid} on {host}"),
+    "closed": ("plain", "not running; the last process ended cleanly"),
+    "dead": ("warn", "not running; process {pid} on {host} is gone without closing the run"),
+    "silent": ("warn", "no sign of life from process {pid} on {host} for 30 s"),
+    "unknown": ("plain", "cannot tell from here whether process {pid} on {host} lives"),
+}
+
+
+def findings(listed: Ls | None, watched: WatchedRun | None) -> list[HealthLine]:
+    """Judge a run by the answers of `ls` and `watch`; the worst first."""
+    order = ("bad", "warn", "good", "plain")
+    found = [*_of_watch(watched), *_of_list(listed)]
+    return sorted(found, key=lambda finding: order.index(finding.level))
+
+
+def is_wrong(found: list[HealthLine]) -> bool:
+    """Whether something needs a person."""
+    return any(finding.level in ("bad", "warn") for finding in found)
+
+
+def _of_watch(watched: WatchedRun | None) -> Iterator[HealthLine]:
+    if watched is None:
+        return
+    if watched.owner is not None:
+        yield _of_owner(watched.owner)
+    stuck = [one for one in watched.uploads if one.state in ("failed", "refused")]
+    if stuck:
+        yield HealthLine("warn", f"{_format_count(len(stuck), 'upload')} failed: {stuck[0].folder}")
+
+
+def _of_owner(owner: WatchedOwner) -> HealthLine:
+    level, text = _OWNER.get(owner.state, _OWNER["unknown"])
+    return HealthLine(level, text.format(pid=owner.pid, host=owner.host))
+
+
+def _of_list(listed: Ls | None) -> Iterator[HealthLine]:
+    if listed is None:
+        return
+    if listed.head is None:
+        yield HealthLine("bad", "nothing to resume from")
+    yield from _first(f"{one.folder} is damaged: {one.reason}" for one in listed.damaged)
+    yield from _first(
+        f"{one.folder}: {_format_count(len(one.missing), 'file')} missing or cut"
+        for one in listed.checkpoints
+        if one.missing
+    )
+    if listed.unopened:
+        yield HealthLine(
+            "warn",
+            f"{_format_count(len(listed.unopened), 'checkpoint')} not opened by the given keys",
+        )
+    yield from _of_newest(listed.checkpoints)
+
+
+def _first(texts: Iterable[str]) -> Iterator[HealthLine]:
+    """Yield the first findings of a kind, and how many more there are."""
+    found = [*texts]
+    yield from (HealthLine("bad", text) for text in found[:_MAX_FINDINGS])
+    if len(found) > _MAX_FINDINGS:
+        yield HealthLine("bad", f"and {len(found) - _MAX_FINDINGS} more like this")
+
+
+def _of_newest(checkpoints: Sequence[Listed]) -> Iterator[HealthLine]:
+    rejected = [one for one in checkpoints if one.rejected]
+    if rejected:
+        yield HealthLine("warn", f"a resume could not use {rejected[0].folder}")
+    if checkpoints and checkpoints[0].unhealthy:
+        yield HealthLine("warn", f"the newest state is unhealthy: {checkpoints[0].unhealthy[0]}")
+
+
+def _format_count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,12 +13,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from holdfast.cli.web import checkpoints, pages
+from holdfast.cli.web import checkpoints, figures, pages
 from holdfast.cli.web.guard import Access, Guard
 from holdfast.cli.web.jobs import Jobs
-from holdfast.cli.web.rendering import Rendering, Static
-from holdfast.cli.web.runs import make_runs
-from holdfast.cli.web.site import Site
+from holdfast.cli.web.runs import PageRun, make_runs
+from holdfast.cli.web.site import Rendering, Site, Static
 from holdfast.errors import HoldfastError
 
 
@@ -44,7 +44,7 @@ def make_app(roots: Sequence[str], access: Access) -> ASGIApp:
     app = Starlette(
         routes=[Route("/static/{name}", file), *_routes()],
         lifespan=lifespan,
-        exception_handlers={HTTPException: _refused, HoldfastError: _failed},
+        exception_handlers={HTTPException: _refused, HoldfastError: _refused},
     )
     app.router.redirect_slashes = False  # that would name a host and a scheme
     app.state.site = site
@@ -54,39 +54,50 @@ def make_app(roots: Sequence[str], access: Access) -> ASGIApp:
 def _routes() -> list[Route]:
     run, one = "/r/{run}", "/r/{run}/c/{folder}"
     return [
-        Route("/", pages.roots),
-        Route("/jobs", checkpoints.jobs),
-        Route("/jobs/{number}", checkpoints.job),
-        Route("/jobs/{number}/stop", checkpoints.stop_job, methods=["POST"]),
-        Route(run, pages.overview),
-        Route(f"{run}/live", pages.live),
-        Route(f"{run}/newest", pages.newest),
-        Route(f"{run}/plot.json", pages.plot_data),
-        Route(f"{run}/numbers", pages.plot_table),
-        Route(f"{run}/checkpoints", pages.checkpoints),
-        Route(f"{run}/lineage", pages.lineage),
-        Route(f"{run}/costs", pages.costs),
-        Route(f"{run}/costs.json", pages.costs_data),
-        Route(f"{run}/retention", pages.retention),
-        Route(f"{run}/resume", pages.resume),
-        Route(f"{run}/compare", checkpoints.comparison),
-        Route(f"{run}/compare", checkpoints.begin_diff, methods=["POST"]),
-        Route(f"{run}/verify", checkpoints.begin_verify_all, methods=["POST"]),
-        Route(one, checkpoints.checkpoint),
-        Route(f"{one}/tensors", checkpoints.tensors),
-        Route(f"{one}/stats", checkpoints.begin_stats, methods=["POST"]),
-        Route(f"{one}/verify", checkpoints.begin_verify, methods=["POST"]),
+        _of_site("/", pages.roots),
+        _of_site("/jobs", checkpoints.jobs),
+        _of_site("/jobs/{number}", checkpoints.job),
+        _of_site("/jobs/{number}/stop", checkpoints.stop_job, method="POST"),
+        _of_run(run, pages.overview),
+        _of_run(f"{run}/live", pages.live),
+        _of_run(f"{run}/newest", pages.newest),
+        _of_run(f"{run}/plot.json", figures.plot_data),
+        _of_run(f"{run}/numbers", pages.plot_table),
+        _of_run(f"{run}/checkpoints", pages.checkpoints),
+        _of_run(f"{run}/lineage", pages.lineage),
+        _of_run(f"{run}/costs", pages.costs),
+        _of_run(f"{run}/costs.json", figures.costs_data),
+        _of_run(f"{run}/retention", pages.retention),
+        _of_run(f"{run}/resume", pages.resume),
+        _of_run(f"{run}/compare", checkpoints.comparison),
+        _of_run(f"{run}/compare", checkpoints.begin_diff, method="POST"),
+        _of_run(f"{run}/verify", checkpoints.begin_verify_all, method="POST"),
+        _of_run(one, checkpoints.checkpoint),
+        _of_run(f"{one}/tensors", checkpoints.tensors),
+        _of_run(f"{one}/stats", checkpoints.begin_stats, method="POST"),
+        _of_run(f"{one}/verify", checkpoints.begin_verify, method="POST"),
     ]
 
 
+def _of_site(path: str, page: Callable[[Site, Request], Any], method: str = "GET") -> Route:
+    """Make the route of a page."""
+
+    async def handle(request: Request) -> Response:
+        response: Response = await page(request.app.state.site, request)
+        return response
+
+    return Route(path, handle, methods=[method])
+
+
+def _of_run(path: str, page: Callable[[Site, PageRun, Request], Any], method: str = "GET") -> Route:
+    """Make the route of a page of one run."""
+    return _of_site(path, lambda site, request: page(site, site.find_run(request), request), method)
+
+
 async def _refused(request: Request, error: Exception) -> Response:
-    """Show why a request is not answered."""
-    assert isinstance(error, HTTPException)
-    values = {"status": error.status_code, "why": error.detail}
-    return pages.site_of(request).page(request, "refused.html", values, status=error.status_code)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """Show an error of a command."""
-    values = {"status": 409, "why": str(error)}
-    return pages.site_of(request).page(request, "refused.html", values, status=409)
+    """Show why a request is not answered, or the error of a command."""
+    status, why = 409, str(error)
+    if isinstance(error, HTTPException):
+        status, why = error.status_code, error.detail
+    site: Site = request.app.state.site
+    return site.page(request, "refused.html", {"status": status, "why": why}, status=status)

@@ -65,6 +65,11 @@ class LastAnswer:
     """When to ask again, where something newer is known to come."""
 
     @property
+    def document(self) -> Any:
+        """Struct of the answer; None without one."""
+        return None if self.answer is None else self.answer.document
+
+    @property
     def rest_s(self) -> float:
         """How long it is not read again, as that took long."""
         rest_s = self.took_s / SHARE
