@@ -61,11 +61,11 @@ class ImportAnswer(msgspec.Struct, frozen=True):
     """The format that it was recognised as."""
     components: list[Component]
     """What was taken."""
-    left_out: list[LeftOut]
+    left_out: Sequence[LeftOut] = ()
     """What the source holds and the checkpoint does not, with the reason."""
-    notes: list[str]
+    notes: Sequence[str] = ()
     """What to know about what was taken."""
-    dry_run: bool
+    dry_run: bool = False
     """Whether nothing was written."""
 
 
@@ -91,11 +91,11 @@ class ExportAnswer(msgspec.Struct, frozen=True):
     """Its form."""
     files: list[OutputFile]
     """What was written."""
-    left_out: list[LeftOut]
+    left_out: Sequence[LeftOut] = ()
     """What the source holds and the export does not, with the reason."""
-    notes: list[str]
+    notes: Sequence[str] = ()
     """What is in another form than in the source."""
-    dry_run: bool
+    dry_run: bool = False
     """Whether nothing was written."""
 
 
@@ -208,14 +208,9 @@ def _import_dcp(
             Component(name=name, kind=one.kind, num_tensors=one.num_tensors, nbytes=one.nbytes)
             for name, one in manifest.components.items()
         ],
-        left_out=[],
-        notes=[],
-        dry_run=False,
     )
-    return Answer(
-        document=document,
-        parts=[f"{made.folder}: {format_nbytes(made.nbytes)} from {folder} (dcp)"],
-    )
+    first = f"{made.folder}: {format_nbytes(made.nbytes)} from {folder} (dcp)"
+    return Answer(document=document, parts=[first])
 
 
 def _names_in(path: Path | None) -> list[str]:
@@ -241,8 +236,8 @@ def _build_import_answer(
         path=url_without_secrets(source),
         format=plan.source.format,
         components=components,
-        left_out=[*plan.left_out],
-        notes=[*plan.notes],
+        left_out=plan.left_out,
+        notes=plan.notes,
         dry_run=folder is None,
     )
     done = f"{folder}: " if folder else f"would be step {step} of {root}: "
@@ -355,14 +350,23 @@ def take_out(
             notes=plan.notes,
             dry_run=dry_run,
         )
+    loading = [_loading(output, components, export.names)] if is_one_file else []
+    return _build_export_answer(document, plan.nbytes, target, loading)
+
+
+def _build_export_answer(
+    document: ExportAnswer, nbytes: int, origin: str, loading: Sequence[str] = ()
+) -> Answer:
+    done = "would be " if document.dry_run else ""
+    is_shown = document.to != "dcp" and len(document.files) > 1
     return Answer(
         document=document,
         parts=[
-            f"{output}: {'would be ' if dry_run else ''}{format_nbytes(plan.nbytes)} from {target}",
-            *([_file_table(document.files)] if len(document.files) > 1 else []),
-            *plan.notes,
-            *lines_left_out(plan.left_out),
-            *([_loading(output, components, export.names)] if is_one_file else []),
+            f"{document.path}: {done}{format_nbytes(nbytes)} from {origin}",
+            *([_file_table(document.files)] if is_shown else []),
+            *document.notes,
+            *lines_left_out(document.left_out),
+            *loading,
         ],
     )
 
@@ -400,19 +404,8 @@ def _export_dcp(target: str, out: Path, *, unsafe_pickle: bool) -> Answer:
     with new_output(out, is_folder=True) as path:
         made = export_folder(target, str(path), unsafe_pickle=unsafe_pickle, encrypt=named_keys())
         files = _files_in(path)
-    document = ExportAnswer(
-        source=target,
-        step=made.step,
-        path=str(out),
-        to="dcp",
-        files=files,
-        left_out=[],
-        notes=[],
-        dry_run=False,
-    )
-    return Answer(
-        document=document, parts=[f"{out}: {format_nbytes(made.nbytes)} from {made.folder}"]
-    )
+    document = ExportAnswer(source=target, step=made.step, path=str(out), to="dcp", files=files)
+    return _build_export_answer(document, made.nbytes, made.folder)
 
 
 def _export_file_to_dcp(target: str, out: Path, *, allow_loss: bool) -> Answer:
@@ -431,13 +424,10 @@ def _export_file_to_dcp(target: str, out: Path, *, allow_loss: bool) -> Answer:
             path=str(out),
             to="dcp",
             files=files,
-            left_out=[*source.left_out],
+            left_out=source.left_out,
             notes=notes,
-            dry_run=False,
         )
-    nbytes = sum(file.nbytes for file in files)
-    first = f"{out}: {format_nbytes(nbytes)} from {target}"
-    return Answer(document=document, parts=[first, *notes, *lines_left_out(document.left_out)])
+    return _build_export_answer(document, sum(file.nbytes for file in files), target)
 
 
 def _files_in(folder: Path) -> list[OutputFile]:

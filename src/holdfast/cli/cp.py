@@ -25,16 +25,16 @@ class CopiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """Path or URL of the root that it is copied from."""
     folder: str
     """Its folder, which has the same name in both roots."""
-    step: int | None
+    step: int | None = None
     """Completed optimizer windows; null where it is encrypted and no key was given."""
-    nbytes: int
+    nbytes: int = 0
     """Bytes of its files, as stored."""
-    sent_nbytes: int
+    sent_nbytes: int = 0
     """Bytes that were sent, or that a dry run would send."""
     outcome: str
     """`copied`, `to copy` (dry run), `already there`, `left out` (`--all`: it was thinned,
     or deleted in the other root), or `failed`."""
-    why: str | None
+    why: str | None = None
     """Why it failed or was left out, or null."""
 
 
@@ -129,29 +129,25 @@ def _all_of(store: Store) -> tuple[list[str], list[CopiedCheckpoint]]:
     # Stored bytes are copied, so that no key is needed.
     folders = [folder for folder, error in unread if isinstance(error, SealError)]
     left = [
-        _left(store, folder, None, "failed", str(error))
+        CopiedCheckpoint(source=store.url, folder=folder, outcome="failed", why=str(error))
         for folder, error in unread
         if not isinstance(error, SealError)
     ]
     for entry in entries:
         if dropped := entry.marks.thinned:
             why = f"{', '.join(dropped)} was dropped from it, and only whole ones are copied"
-            left.append(_left(store, entry.folder, entry.step, "left out", why))
+            left.append(
+                CopiedCheckpoint(
+                    source=store.url,
+                    folder=entry.folder,
+                    step=entry.step,
+                    outcome="left out",
+                    why=why,
+                )
+            )
         else:
             folders.append(entry.folder)
     return folders, left
-
-
-def _left(store: Store, folder: str, step: int | None, outcome: str, why: str) -> CopiedCheckpoint:
-    return CopiedCheckpoint(
-        source=store.url,
-        folder=folder,
-        step=step,
-        nbytes=0,
-        sent_nbytes=0,
-        outcome=outcome,
-        why=why,
-    )
 
 
 def _grouped(found: Sequence[tuple[Store, str]], target: Store) -> list[tuple[Store, list[str]]]:
@@ -174,7 +170,8 @@ def _plan_root_copy(
 
     def pass_over(folder: str, error: HoldfastError) -> None:
         outcome = "left out" if isinstance(error, NoCheckpoint) else "failed"
-        left.append(_left(store, folder, None, outcome, str(error)))
+        why = str(error)
+        left.append(CopiedCheckpoint(source=store.url, folder=folder, outcome=outcome, why=why))
 
     return plan_copies(store, target, folders, passed_over=pass_over)
 
@@ -219,7 +216,6 @@ def _describe_copy(store: Store, item: Copied) -> CopiedCheckpoint:
         nbytes=item.nbytes,
         sent_nbytes=item.sent_nbytes,
         outcome="already there" if item.was_there else "copied",
-        why=None,
     )
 
 
@@ -231,7 +227,6 @@ def _to_copy(store: Store, item: PlannedCopy) -> CopiedCheckpoint:
         nbytes=item.nbytes,
         sent_nbytes=item.missing_nbytes,
         outcome="already there" if item.was_there else "to copy",
-        why=None,
     )
 
 

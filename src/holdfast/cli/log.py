@@ -68,24 +68,24 @@ class RecordedSaveCost(Document, frozen=True):
     """Bytes of all others, which were written; null likewise."""
 
 
-class LoggedSave(Document, frozen=True):
+class LoggedSave(Document, frozen=True, kw_only=True):
     """A save of a run, and what became of it."""
 
     folder: str
     """Its folder."""
     step: int | None
     """Completed optimizer windows; null where neither the manifest nor the label says it."""
-    save_class: str | None = msgspec.field(name="class")
+    save_class: str | None = msgspec.field(default=None, name="class")
     """`permanent` or `ephemeral`; null where its manifest is gone, like the next two."""
-    reason: str | None
+    reason: str | None = None
     """Why it was saved: `interval`, `manual` and so on."""
-    created: str | None
+    created: str | None = None
     """When it was saved, in UTC."""
     state: Literal["kept", "left behind", "deleted", "aborted", "not committed"]
     """`left behind`: a rollback went on from an earlier one. `aborted`: gc has given it up."""
-    why: str | None
+    why: str | None = None
     """Why it was deleted or aborted, and by whom; null where no record of that is left."""
-    cost: RecordedSaveCost | None
+    cost: RecordedSaveCost | None = None
     """What it took; null where its manifest is gone."""
 
 
@@ -246,7 +246,6 @@ def _present_save(entry: Entry, cost: RecordedSaveCost, *, is_in_lineage: bool) 
         reason=manifest.reason,
         created=manifest.created,
         state="kept" if is_in_lineage else "left behind",
-        why=None,
         cost=cost,
     )
 
@@ -268,16 +267,7 @@ def _ended_save(catalog: Catalog, folder: str, *, is_point: bool) -> LoggedSave 
         if isinstance(register, Aborted | Deleted):
             state = "deleted" if isinstance(register, Deleted) else "aborted"
             why = f"{register.reason} ({register.by})"
-    return LoggedSave(
-        folder=folder,
-        step=_step_of(folder),
-        save_class=None,
-        reason=None,
-        created=None,
-        state=state,
-        why=why,
-        cost=None,
-    )
+    return LoggedSave(folder=folder, step=_step_of(folder), state=state, why=why)
 
 
 def _read_claim(catalog: Catalog, epoch: int) -> WriterRecord | None:

@@ -51,13 +51,13 @@ class RemovedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Whether nothing was deleted."""
     done: bool
     """Whether it is deleted, or the components are."""
-    kept_because: str | None
+    kept_because: str | None = None
     """Why nothing was deleted, or null."""
-    nbytes: int
+    nbytes: int = 0
     """Bytes that were freed, or would be."""
-    reason: str
+    reason: str = ""
     """The reason, which is recorded in the claim and printed by `log`, unless it is encrypted."""
-    resumes_from: str | None
+    resumes_from: str | None = None
     """Folder of the checkpoint from which the run resumes afterwards; null: there is none."""
     warnings: tuple[str, ...] = ()
     """Warnings, such as of files of others that were left; they go to standard error, too."""
@@ -143,10 +143,6 @@ def thin(target: str, components: Sequence[str], **given: Any) -> Answer:
             drop=wanted,
             dry_run=leave.dry_run,
             done=True,
-            kept_because=None,
-            nbytes=0,
-            reason="",
-            resumes_from=None,
         )
         return Answer(document=document, parts=[f"{entry.folder}: dropped before"])
     return _carried_out(store, examine(store, entry, wanted), leave, command="thin")
@@ -227,10 +223,6 @@ def _finished(store: Store, folder: str, warnings: Sequence[str], *, dry_run: bo
         drop=(),
         dry_run=dry_run,
         done=True,
-        kept_because=None,
-        nbytes=0,
-        reason="",
-        resumes_from=None,
         warnings=tuple(warnings),
     )
     what = "only the files of others are" if warnings else "nothing of it is"
@@ -238,21 +230,19 @@ def _finished(store: Store, folder: str, warnings: Sequence[str], *, dry_run: bo
 
 
 def _carried_out(store: Store, asked: DeletionPlan, leave: Leave, *, command: str) -> Answer:
-    if not leave.dry_run:
-        _expect_leave(asked, leave)
-        if asked.waits_for:
-            return _build_removal_answer(store, asked, leave, kept_because=asked.waits_for)
-        reason = _reason(asked, leave, command=command)
-        if not leave.yes and not click.confirm("Delete?", err=True):
-            return _build_removal_answer(store, asked, leave, kept_because="you said no")
-        leave = replace(leave, reason=reason)
-        warnings: list[str] = []
-        why = delete_as_planned(store, asked, reason=reason, emit=emitter(warnings))
-        return _build_removal_answer(
-            store, asked, leave, kept_because=why or None, warnings=warnings
-        )
-    why = "; ".join(_objections(asked, leave)) or asked.waits_for
-    return _build_removal_answer(store, asked, leave, kept_because=why or None)
+    if leave.dry_run:
+        why = "; ".join(_objections(asked, leave)) or asked.waits_for
+        return _build_removal_answer(store, asked, leave, kept_because=why or None)
+    _expect_leave(asked, leave)
+    if asked.waits_for:
+        return _build_removal_answer(store, asked, leave, kept_because=asked.waits_for)
+    reason = _reason(asked, leave, command=command)
+    if not leave.yes and not click.confirm("Delete?", err=True):
+        return _build_removal_answer(store, asked, leave, kept_because="you said no")
+    leave = replace(leave, reason=reason)
+    warnings: list[str] = []
+    why = delete_as_planned(store, asked, reason=reason, emit=emitter(warnings))
+    return _build_removal_answer(store, asked, leave, kept_because=why or None, warnings=warnings)
 
 
 def _objections(asked: DeletionPlan, leave: Leave) -> list[str]:

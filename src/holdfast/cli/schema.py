@@ -12,6 +12,7 @@ from typing import Any
 import click
 import msgspec
 from click.shell_completion import get_completion_class
+from msgspec import UNSET
 
 from holdfast.cli.app import MODULES, app, load_command
 from holdfast.cli.documents import Document
@@ -102,14 +103,16 @@ def _all(root: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
 def _completed(part: dict[str, Any], kinds: Mapping[str, type[msgspec.Struct]]) -> dict[str, Any]:
     """Add the docstrings of the fields, and allow what stands for floats without a number."""
     kind = kinds.get(part.get("title", ""))
-    texts = _docstrings(kind) if kind else {}
-    names = (
-        {field.encode_name: field.name for field in msgspec.structs.fields(kind)} if kind else {}
-    )
     done: dict[str, Any] = _with_odd_floats(part)
     done.pop("additionalProperties", None)  # later versions add members
-    for name, value in done.get("properties", {}).items():
-        value["description"] = texts[names[name]]
+    if kind is not None:
+        texts, fields = _docstrings(kind), msgspec.structs.fields(kind)
+        for field in fields:
+            value = done["properties"][field.encode_name]
+            value.pop("default", None)
+            value["description"] = texts[field.name]
+        # Defaults are printed, too.
+        done["required"] = [one.encode_name for one in fields if one.default is not UNSET]
     return done
 
 
