@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.errors import FormatError, HoldfastError, SealError
 from holdfast.format.manifest import Manifest
+from holdfast.format.records import WriterRecord
 from holdfast.ownership.claim import is_closed
 from holdfast.ownership.process import liveness
 from holdfast.root.catalog import Catalog, Entry
@@ -21,6 +22,7 @@ from holdfast.root.remaining import parts_of
 from holdfast.store.base import Store
 
 Ending = Literal["closed", "failed", "running", "continued", "unknown"]
+OwnerState = Literal["alive", "dead", "closed", "silent", "unknown"]
 _TIMING = re.compile(r"(.*_)?(runtime|duration|duration_s|wall_s|seconds|per_second)", re.DOTALL)
 
 
@@ -39,8 +41,9 @@ class Owner(Document, frozen=True):
     """Number of its process on that host."""
     since: str
     """UTC time of the claim, ISO 8601."""
-    state: Literal["alive", "dead", "closed", "unknown"]
-    """Whether the process lives, as far as this host can tell; `closed`: it ended its claim."""
+    state: OwnerState
+    """Whether the process lives, as far as this host can tell; `closed`: it ended its claim;
+    `silent` (only of `watch`): no heartbeat for 30 s, on another host."""
 
 
 class UnreadableCheckpoint(Document, frozen=True):
@@ -138,12 +141,18 @@ def owner_of(store: Store, catalog: Catalog) -> Owner | None:
     if writer is None:
         return None
     state = "closed" if is_closed(store, epoch) else liveness(writer.process)
+    return describe_owner(writer, "alive" if state == "ours" else state)
+
+
+def describe_owner(claim: WriterRecord, state: OwnerState) -> Owner:
+    """Describe a claim and its process."""
+    process = claim.process
     return Owner(
-        epoch=epoch,
-        host=writer.process.host,
-        pid=writer.process.pid,
-        since=writer.created,
-        state="alive" if state == "ours" else state,
+        epoch=claim.epoch,
+        host=process.host,
+        pid=process.pid,
+        since=claim.created,
+        state=state,
     )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import click
 
@@ -79,34 +78,6 @@ class RunEnd(Document, frozen=True):
     """All sessions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restarts:
-    """Options on restarts, as typed."""
-
-    root: str | None
-    max_failures: int
-    backoff: str
-    backoff_max: str
-    progress_after: str | None
-    requeue_code: int
-    grace: str
-
-    def limits(self) -> RestartLimits:
-        """Parse the limits."""
-        if self.root is not None and self.progress_after is not None:
-            raise UsageError(
-                "--progress-after: not with --root, where checkpoints show whether there is "
-                "progress"
-            )
-        return RestartLimits(
-            max_failures=self.max_failures,
-            backoff_s=_parse_seconds(self.backoff, "--backoff"),
-            backoff_max_s=_parse_seconds(self.backoff_max, "--backoff-max"),
-            requeue_code=self.requeue_code,
-            progress_after_s=_parse_seconds(self.progress_after or "10min", "--progress-after"),
-        )
-
-
 @command(
     "run",
     argument("command", "COMMAND...", "The program to run, with its arguments.", nargs=-1),
@@ -140,17 +111,37 @@ class Restarts:
     # Options after the program's name are the program's own.
     context_settings={"allow_interspersed_args": False},
 )
-def run_command(command: Sequence[str], *, as_json: bool, **given: Any) -> int:
+def run_command(
+    command: Sequence[str],
+    *,
+    root: str | None,
+    max_failures: int,
+    backoff: str,
+    backoff_max: str,
+    progress_after: str | None,
+    requeue_code: int,
+    grace: str,
+    as_json: bool,
+) -> int:
     """Run a training, and restart it when it crashes.
 
     It is restarted as long as it makes progress. The command exits with the code of the
     program, or with 4 after too many restarts.
     """
-    restarts = Restarts(**given)
-    limits = restarts.limits()
-    head = None if restarts.root is None else _head_of(_open_new_root(restarts.root))
+    if root is not None and progress_after is not None:
+        raise UsageError(
+            "--progress-after: not with --root, where checkpoints show whether there is progress"
+        )
+    limits = RestartLimits(
+        max_failures=max_failures,
+        backoff_s=_parse_seconds(backoff, "--backoff"),
+        backoff_max_s=_parse_seconds(backoff_max, "--backoff-max"),
+        requeue_code=requeue_code,
+        progress_after_s=_parse_seconds(progress_after or "10min", "--progress-after"),
+    )
+    head = None if root is None else _head_of(_open_new_root(root))
     tell = _report_json if as_json else _report_session
-    with ChildProcess(command, grace_s=_parse_seconds(restarts.grace, "--grace")) as child:
+    with ChildProcess(command, grace_s=_parse_seconds(grace, "--grace")) as child:
         result = supervise(child, limits, head=head, tell=tell)
     code = Code.GAVE_UP if result.outcome is SupervisionOutcome.GAVE_UP else result.code
     if as_json:

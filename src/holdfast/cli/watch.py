@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from holdfast.cli import options
+from holdfast.cli.documents import Owner, OwnerState, describe_owner
 from holdfast.cli.options import command, flag, option
 from holdfast.cli.output import Code, TextTable, aligned, format_nbytes, give_line, printable
 from holdfast.cli.target import open_root
@@ -35,21 +36,6 @@ _READ_AGAIN_S = 60.0
 """How often all manifests are read again: where deletions leave a tombstone, a list does not show
 them."""
 _MOST_SHOWN = 12
-
-
-class WatchedOwner(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest claim on the run."""
-
-    epoch: int
-    """Number of its claim."""
-    host: str
-    """Host of its process."""
-    pid: int
-    """Number of its process on that host."""
-    since: str
-    """When the run was claimed, in UTC."""
-    state: str
-    """`alive`, `dead`, `closed`, `silent` (no heartbeat for 30 s, on another host) or `unknown`."""
 
 
 class WatchedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +80,7 @@ class WatchedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Path or URL of the run."""
     at: str
     """When this was seen, in UTC."""
-    owner: WatchedOwner | None
+    owner: Owner | None
     """The newest claim, or null."""
     last_step: int | None
     """Step of the newest checkpoint, or null."""
@@ -212,7 +198,7 @@ class Watcher:
         nbytes = sum(info.nbytes for info in self._store.list(f"{name}/"))
         return WatchedSave(folder=str(name), nbytes=nbytes)
 
-    def _owner(self, catalog: Catalog, names: Sequence[AttemptName]) -> WatchedOwner | None:
+    def _owner(self, catalog: Catalog, names: Sequence[AttemptName]) -> Owner | None:
         epoch = max(catalog.epochs(names), default=0)
         try:
             claim = catalog.writer(epoch) if epoch else None
@@ -220,15 +206,9 @@ class Watcher:
             return None
         if claim is None:
             return None
-        return WatchedOwner(
-            epoch=epoch,
-            host=claim.process.host,
-            pid=claim.process.pid,
-            since=claim.created,
-            state=self._find_owner_state(claim),
-        )
+        return describe_owner(claim, self._find_owner_state(claim))
 
-    def _find_owner_state(self, claim: WriterRecord) -> str:
+    def _find_owner_state(self, claim: WriterRecord) -> OwnerState:
         if is_closed(self._store, claim.epoch):
             return "closed"
         state = liveness(claim.process)

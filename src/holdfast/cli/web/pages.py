@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
+from holdfast.cli.documents import Owner
 from holdfast.cli.log import ENDINGS, Log
 from holdfast.cli.ls import Listed, Ls
 from holdfast.cli.output import Answer, TextTable
@@ -17,7 +18,7 @@ from holdfast.cli.plot import plot as plot_root
 from holdfast.cli.prune import Forecast, forecast_deletions
 from holdfast.cli.resume_plan import plan_of
 from holdfast.cli.uploads import show_uploads
-from holdfast.cli.watch import WatchedOwner, WatchedRun
+from holdfast.cli.watch import WatchedRun
 from holdfast.cli.web.figures import costly, metric_names, picture, read_log
 from holdfast.cli.web.jobs import told
 from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
@@ -273,7 +274,7 @@ def _of_watch(watched: WatchedRun | None) -> Iterator[HealthLine]:
         yield HealthLine("warn", f"{_format_count(len(stuck), 'upload')} failed: {stuck[0].folder}")
 
 
-def _of_owner(owner: WatchedOwner) -> HealthLine:
+def _of_owner(owner: Owner) -> HealthLine:
     level, text = _OWNER.get(owner.state, _OWNER["unknown"])
     return HealthLine(level, text.format(pid=owner.pid, host=owner.host))
 
