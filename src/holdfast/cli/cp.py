@@ -9,11 +9,11 @@ import msgspec
 from holdfast.cli import options
 from holdfast.cli.options import argument, command, flag
 from holdfast.cli.output import Answer, Code, TextTable, emitter, format_nbytes, progress_bar
-from holdfast.cli.target import open_root, open_root_store, open_target, unlocked
+from holdfast.cli.target import names_one, open_root, open_root_store, open_target, unlocked
 from holdfast.errors import CorruptData, HoldfastError, NoCheckpoint, SealError, UsageError
 from holdfast.events import Emitter
 from holdfast.replication.copy_checkpoints import Copied, PlannedCopy, copy_checkpoints, plan_copies
-from holdfast.root.address import expect_writable, split_folder, split_source
+from holdfast.root.address import expect_writable, split_source
 from holdfast.root.catalog import Catalog, is_root
 from holdfast.store.base import Store
 
@@ -86,10 +86,9 @@ def copy_all(sources: Sequence[str], to: str, *, whole: bool, dry_run: bool) -> 
 
 def _open_target_root(to: str) -> Store:
     expect_writable(to)
-    root, which = split_source(to)
-    if which is not None or split_folder(root)[1]:
+    if names_one(to):
         raise UsageError(f"{to!r} names a checkpoint; the last argument is the root to copy to")
-    store = unlocked(open_root_store(root))
+    store = unlocked(open_root_store(split_source(to)[0]))
     names = store.children()
     if names and not is_root(store):
         raise UsageError(
@@ -105,8 +104,6 @@ def _sources(
     """Find the checkpoints that the user named: (store, folder); add to `left` what stays."""
     found: list[tuple[Store, str]] = []
     for text in texts:
-        root, which = split_source(text)
-        is_folder = which is None and bool(split_folder(root)[1])
         if whole:
             store = open_root(text)
             folders, of_root = _all_of(store)
@@ -114,7 +111,7 @@ def _sources(
                 raise NoCheckpoint(f"{store.url}: no checkpoints")
             found += [(store, folder) for folder in folders]
             left += of_root
-        elif which is None and not is_folder:
+        elif not names_one(text):
             raise UsageError(
                 f"{text!r}: name one checkpoint, as {text}@latest, or copy all of the root: --all"
             )

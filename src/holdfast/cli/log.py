@@ -19,7 +19,7 @@ from holdfast.cli.documents import (
     unread_line,
 )
 from holdfast.cli.options import command, flag
-from holdfast.cli.output import Answer, TextTable, format_nbytes
+from holdfast.cli.output import Answer, TextTable, format_nbytes, format_time
 from holdfast.cli.target import open_root
 from holdfast.encryption.store import bare
 from holdfast.errors import FormatError, NotFound, SealError
@@ -324,7 +324,7 @@ def _table_of_saves(sessions: Sequence[Session]) -> TextTable:
                 str(session.epoch),
                 _format_step(saved.step),
                 saved.folder,
-                (saved.created or "?")[:19].replace("T", " "),
+                format_time(saved.created),
                 saved.save_class or "?",
                 saved.reason or "?",
                 *_cost_cells(saved.cost),

@@ -21,7 +21,15 @@ from holdfast.cli.documents import (
     unread_line,
 )
 from holdfast.cli.options import command
-from holdfast.cli.output import Answer, Code, TextTable, format_nbytes, number, one_line
+from holdfast.cli.output import (
+    Answer,
+    Code,
+    TextTable,
+    format_nbytes,
+    format_time,
+    number,
+    one_line,
+)
 from holdfast.cli.target import open_root
 from holdfast.errors import HoldfastError, NoCheckpoint
 from holdfast.format.manifest import Manifest
@@ -229,7 +237,7 @@ def _row(one: Listed, manifest: Manifest, document: Ls) -> tuple[str, ...]:
         str(one.step),
         one.folder,
         format_nbytes(one.nbytes),
-        one.created[:16].replace("T", " "),
+        format_time(one.created, nchars=16),
         _metrics(manifest),
         ", ".join(marks),
     )

@@ -192,6 +192,11 @@ def format_nbytes(nbytes: int) -> str:
     return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def format_time(utc: str | None, *, nchars: int = 19) -> str:
+    """Format a UTC time for people: to the second, or to the minute with `nchars=16`."""
+    return (utc or "?")[:nchars].replace("T", " ")
+
+
 def number(value: float) -> str:
     """Format a metric for people, to six significant digits."""
     return f"{value:.6g}"

@@ -8,10 +8,9 @@ from holdfast.cli import options
 from holdfast.cli.documents import Document
 from holdfast.cli.options import argument, command
 from holdfast.cli.output import Answer
-from holdfast.cli.target import open_target, read_entry
+from holdfast.cli.target import names_one, open_target, read_entry
 from holdfast.errors import UsageError
 from holdfast.ownership.annotations import annotate, expect_removable
-from holdfast.root.address import split_folder, split_source
 
 
 class Marked(Document, frozen=True):
@@ -71,8 +70,7 @@ def _change_marks(
     tags: Sequence[str] = (),
     remove_tags: Sequence[str] = (),
 ) -> Answer:
-    root, which = split_source(target)
-    if which is None and not split_folder(root)[1]:
+    if not names_one(target):
         raise UsageError(f"{target!r}: name one checkpoint, as ROOT@WHICH")
     store, folder = open_target(target)
     entry = read_entry(store, folder)

@@ -8,7 +8,7 @@ from typing import Literal
 from holdfast.cli import options
 from holdfast.cli.documents import Document, Owner, owner_of
 from holdfast.cli.options import command, flag
-from holdfast.cli.output import Answer, Code, TextTable, progress_bar
+from holdfast.cli.output import Answer, Code, TextTable, format_time, progress_bar
 from holdfast.cli.target import open_root
 from holdfast.errors import NoCheckpoint
 from holdfast.maintenance.resume_plan import Step, resume_steps
@@ -157,7 +157,7 @@ def _row(one: ResumeStep) -> tuple[str, ...]:
     return (
         "?" if one.step is None else str(one.step),
         one.folder,
-        "?" if one.created is None else one.created[:16].replace("T", " "),
+        format_time(one.created, nchars=16),
         f"{one.outcome}{', verified' if one.verified else ''}",
         "; ".join([*([obstacle + one.why] if one.why else []), *rejected]),
     )

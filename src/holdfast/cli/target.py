@@ -72,6 +72,12 @@ def open_root(text: str) -> Store:
     raise NoCheckpoint(f"{store.url}: not a root of Holdfast; it holds other things")
 
 
+def names_one(text: str) -> bool:
+    """Whether a target names one checkpoint, by `@` or as a folder."""
+    root, which = split_source(text)
+    return which is not None or bool(split_folder(root)[1])
+
+
 def open_target(text: str) -> tuple[Store, str]:
     """Open the store of a target and find the checkpoint's folder; without `@` the latest.
 

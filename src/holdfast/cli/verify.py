@@ -22,7 +22,7 @@ from holdfast.cli.documents import (
 )
 from holdfast.cli.options import PATH, command, flag, option
 from holdfast.cli.output import Answer, Code, format_nbytes, progress_bar
-from holdfast.cli.target import open_root, open_target
+from holdfast.cli.target import names_one, open_root, open_target
 from holdfast.encryption.store import bare
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.maintenance.verify import verify_kept, verify_root
@@ -31,7 +31,6 @@ from holdfast.maintenance.verify_reads import RootReport, VerifyReport
 from holdfast.ownership.process import utc_now
 from holdfast.policy.rules import number_of_bytes
 from holdfast.results import parse_seen
-from holdfast.root.address import split_folder, split_source
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
@@ -121,9 +120,8 @@ def verify_target(target: str, *, seen: str | None = None, stored_only: bool = F
     """
     decode = not stored_only
     known = parse_seen(seen)
-    root, which = split_source(target)
-    if which is None and not split_folder(root)[1]:
-        store = open_root(root)
+    if not names_one(target):
+        store = open_root(target)
         with progress_bar() as progress:
             root_report = verify_root(store, progress=progress, keeps=True, decode=decode)
         if known is not None:

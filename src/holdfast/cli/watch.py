@@ -14,7 +14,15 @@ import msgspec
 from holdfast.cli import options
 from holdfast.cli.documents import Owner, OwnerState, describe_owner
 from holdfast.cli.options import command, flag, option
-from holdfast.cli.output import Code, TextTable, aligned, format_nbytes, give_line, printable
+from holdfast.cli.output import (
+    Code,
+    TextTable,
+    aligned,
+    format_nbytes,
+    format_time,
+    give_line,
+    printable,
+)
 from holdfast.cli.target import open_root
 from holdfast.encryption.store import bare
 from holdfast.errors import FormatError, NotFound, SealError, StoreError
@@ -307,7 +315,7 @@ def _format_run(state: WatchedRun) -> list[str]:
         right=frozenset({0, 2}),
     )
     lines = [
-        f"{state.root}  {state.at[:19].replace('T', ' ')}",
+        f"{state.root}  {format_time(state.at)}",
         who,
         f"last: {step}{past}; {len(state.checkpoints)} checkpoints, {format_nbytes(state.nbytes)}",
         *([f"left behind by killed saves: {state.left_behind}"] if state.left_behind else []),
@@ -326,10 +334,9 @@ def _make_checkpoint_rows(state: WatchedRun) -> list[tuple[str, ...]]:
             f"; upload {upload.state}, {format_nbytes(upload.sent_nbytes)} sent" if upload else ""
         )
         step = "?" if found.step is None else str(found.step)
-        created = found.created[:19].replace("T", " ")
-        rows.append(
-            (step, found.folder, format_nbytes(found.nbytes), created, f"{found.reason}{sent}")
-        )
+        saved = format_time(found.created)
+        why = f"{found.reason}{sent}"
+        rows.append((step, found.folder, format_nbytes(found.nbytes), saved, why))
     more = len(state.checkpoints) - _MOST_SHOWN
     if more > 0:
         rows.append(("", f"… and {more} older", "", "", ""))

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from holdfast.cli.ls import Listed, Ls
-from holdfast.cli.output import Answer, format_nbytes, number, printable
+from holdfast.cli.output import Answer, format_nbytes, format_time, number, printable
 from holdfast.cli.watch import age
 from holdfast.cli.web.guard import Access
 from holdfast.cli.web.jobs import Job, Jobs, told
@@ -79,7 +79,7 @@ class Rendering:
         self._environment.filters |= {
             "size": format_nbytes,
             "number": lambda value: "–" if value is None else number(value),
-            "when": lambda text: (text or "?")[:19].replace("T", " "),
+            "when": format_time,
             "age": lambda seconds: "?" if seconds is None else age(seconds),
             "seconds": lambda value: "–" if value is None else _format_seconds(value),
         }
