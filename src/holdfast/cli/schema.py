@@ -39,7 +39,10 @@ def struct_of(name: str) -> type[msgspec.Struct]:
     answers = find_answers(words)
     found = answers.get(f"--{option}" if option else "")
     if found is None:
-        raise UsageError(f"{name!r}: no command with a schema; those are {', '.join(MODULES)}")
+        raise UsageError(
+            f"{name!r}: no command with a schema; name one of holdfast --help, gc --damaged, or a "
+            "subcommand, such as keys list"
+        )
     return found
 
 
