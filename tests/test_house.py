@@ -84,7 +84,7 @@ SOURCE = (
     # The private copy of obstore and the store over SFTP took 640 lines.
     Limit("lines of the core", 58_300, _SMALLER, reason="silent faults of ranks and state"),
     # 481 before these two.
-    Limit("modules", 438, "Put the function beside its only caller"),
+    Limit("modules", 419, "Put the function beside its only caller"),
     # Classes with one name in several modules; the figure counts names.
     Limit("public class names used twice", 0, "Put the subject into the name", slack=2),
     # Methods and nested functions count, dunder methods do not; `_begin` counts as `begin`.
@@ -126,7 +126,7 @@ PROSE = (
     Limit("messages: words", 21_100, "Shorten the messages", reason="mistakes in callbacks"),
     Limit("messages: “go on” per 10,000 words", 0, _ENGLISH, slack=0.9),
     Limit("messages: “what as a noun” per 10,000 words", 0.49, _ENGLISH, slack=0.9),
-    Limit("messages: “that of” per 10,000 words", 17, _ENGLISH, slack=0.9),
+    Limit("messages: “that of” per 10,000 words", 18, _ENGLISH, slack=0.9),
     Limit("messages: “whoever, beside” per 10,000 words", 0, _ENGLISH, slack=0.9),
     Limit("messages: “where for if” per 10,000 words", 0, _ENGLISH, slack=0.9),
     Limit("messages: “as it is” per 10,000 words", 0, _ENGLISH, slack=0.9),

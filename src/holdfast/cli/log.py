@@ -89,7 +89,7 @@ class LoggedSave(Document, frozen=True, kw_only=True):
     """What it took; null where its manifest is gone."""
 
 
-class Session(Document, frozen=True):
+class LoggedSession(Document, frozen=True):
     """Time in which one process owned a run."""
 
     epoch: int
@@ -129,7 +129,7 @@ class Log(Document, frozen=True):
 
     root: str
     """Path or URL of the root."""
-    sessions: Sequence[Session]
+    sessions: Sequence[LoggedSession]
     """Sessions of the run, oldest first."""
     damaged: Sequence[UnreadableCheckpoint]
     """As for `ls`."""
@@ -166,7 +166,7 @@ def _sessions(
     catalog: Catalog,
     entries: Sequence[Entry],
     costs: Mapping[str, RecordedSaveCost],
-) -> Iterator[Session]:
+) -> Iterator[LoggedSession]:
     epochs = sorted({*catalog.epochs(), *(entry.name.epoch for entry in entries)})
     claims = {epoch: _read_claim(catalog, epoch) for epoch in epochs}
     steps: dict[str, int | None] = {entry.folder: entry.step for entry in entries}
@@ -191,7 +191,7 @@ def _sessions(
         changed = changes.get(epoch)
         following = next((found for at, found in claims.items() if at > epoch and found), None)
         start = changed.step if changed is not None else _format_start(claim, steps)
-        yield Session(
+        yield LoggedSession(
             epoch=epoch,
             began=None if claim is None else claim.created,
             host=None if claim is None else claim.process.host,
@@ -313,7 +313,7 @@ def _format_sessions(document: Log, *, saves: bool) -> list[str | TextTable]:
     return [document.root, table, *lines, *([_table_of_saves(sessions)] if saves else [])]
 
 
-def _table_of_saves(sessions: Sequence[Session]) -> TextTable:
+def _table_of_saves(sessions: Sequence[LoggedSession]) -> TextTable:
     return TextTable(
         columns=(
             *("session", "step", "folder", "saved (UTC)", "class", "reason"),
@@ -351,7 +351,7 @@ def _cost_cells(cost: RecordedSaveCost | None) -> tuple[str, ...]:
     )
 
 
-def _row(session: Session) -> tuple[str, ...]:
+def _row(session: LoggedSession) -> tuple[str, ...]:
     where = "claim lost" if session.began is None else f"{session.host}:{session.pid}"
     origin = "?" if session.began is None else "the beginning"
     if session.resumed_from is not None:

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from holdfast.cli.log import Log, LoggedSave, Session, log_root
+from holdfast.cli.log import Log, LoggedSave, LoggedSession, log_root
 from holdfast.cli.ls import Listed, Ls
 from holdfast.cli.output import printable
 from holdfast.cli.plot import Plot
@@ -146,7 +146,7 @@ class Lane(NamedTuple):
     """The line of one session."""
 
     y: float
-    session: Session
+    session: LoggedSession
     start: float
     end: float
     ticks: list[Tick]
@@ -165,7 +165,7 @@ class Picture(NamedTuple):
     left_out: int
 
 
-def picture(sessions: Sequence[Session]) -> Picture:
+def picture(sessions: Sequence[LoggedSession]) -> Picture:
     """Lay out the newest sessions, oldest on top, with steps from left to right."""
     shown = sessions[-MOST_SESSIONS:]
     steps = [step for session in shown for step in _steps(session)] or [0]
@@ -191,7 +191,7 @@ def picture(sessions: Sequence[Session]) -> Picture:
     return Picture(WIDTH, height, lanes, first, last, len(sessions) - len(shown))
 
 
-def _steps(session: Session) -> Iterator[int]:
+def _steps(session: LoggedSession) -> Iterator[int]:
     known = (session.from_step, session.to_step, *(save.step for save in session.saves))
     yield from (step for step in known if step is not None)
 
