@@ -39,7 +39,6 @@ from holdfast.ownership.owner import Ownership
 from holdfast.policy.retention import unmet
 from holdfast.policy.rule import MAIN, Rule, savers_of
 from holdfast.root.attempts import latest_of
-from holdfast.root.byte_ranges import read_listing
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import check_ownership, kept_of_others, name_latest, sync_checkpoint
 from holdfast.root.remaining import parts_of
@@ -386,6 +385,8 @@ def examine_damaged(store: Store, folder: str) -> Damaged:
 
 def _expect_its_own(store: Store, folder: str) -> None:
     """Raise `UsageError` if the manifest names another folder: this one was renamed."""
+    from holdfast.root.byte_ranges import read_listing  # loads numpy, which `prune` does not need
+
     try:
         listing = read_listing(bare(store), folder)
     except FormatError:
