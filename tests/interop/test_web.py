@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import holdfast.interop.webfile
+import holdfast.interop.sources.web
 from holdfast import (
     CachedStore,
     CheckpointManager,
@@ -93,7 +93,7 @@ def test_a_checkpoint_is_loaded_from_its_address(served: Served, end: str) -> No
 def test_a_file_of_weights_is_loaded_by_ranges(
     served: Served, name: str, block_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holdfast.interop.webfile, "_BLOCK_NBYTES", block_nbytes)
+    monkeypatch.setattr(holdfast.interop.sources.web, "_BLOCK_NBYTES", block_nbytes)
     assert served.same(load_weights(f"{served.web.url}/{name}?token=abc"))
     assert {(one.method, one.path) for one in served.web.asked} == {("GET", f"/{name}?token=abc")}
     assert (len(served.web.asked) == 1) == (block_nbytes > 512)
@@ -102,7 +102,7 @@ def test_a_file_of_weights_is_loaded_by_ranges(
 def test_a_file_that_changes_meanwhile_is_an_error(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holdfast.interop.webfile, "_BLOCK_NBYTES", 512)
+    monkeypatch.setattr(holdfast.interop.sources.web, "_BLOCK_NBYTES", 512)
     path = served.web.folder / "weights.safetensors"
     with load_file(f"{served.web.url}/{path.name}") as found:
         save_file({name: tensor + 1 for name, tensor in served.weights.items()}, path)

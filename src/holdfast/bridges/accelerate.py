@@ -11,8 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.bridges.naming import left_out, name_components
-from holdfast.bridges.parts import is_leader, needs_library
+from holdfast.bridges.parts import is_leader, left_out, name_components, needs_library
 from holdfast.errors import UsageError
 
 with needs_library("accelerate"):

@@ -1,10 +1,10 @@
-"""Shared by all bridges: where a run begins, and generators after a trainer's preparations."""
+"""Shared by all bridges: where a run begins, names of components, and random generators."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -185,3 +185,24 @@ def start_from(
         found = other.load(which, in_place=True)
     manager.count_from(found.timestamp)
     return found
+
+
+def name_components(name: str, values: Sequence[Any]) -> dict[str, Any]:
+    """Name several components of a kind: `optimizer`, `optimizer1`, …
+
+    >>> name_components("optimizer", ["a", "b"])
+    {'optimizer': 'a', 'optimizer1': 'b'}
+    """
+    return {f"{name}{number or ''}": value for number, value in enumerate(values)}
+
+
+def left_out(state: Mapping[str, Any], framework: str) -> str | None:
+    """Return a note if a stored component `trainer` is of another framework than the one loading.
+
+    >>> left_out({"of": "ignite"}, "lightning")
+    'trainer: saved by ignite, so lightning leaves its counters and callbacks out'
+    """
+    other = state.get("of", "another trainer")
+    if other == framework:
+        return None
+    return f"trainer: saved by {other}, so {framework} leaves its counters and callbacks out"

@@ -14,8 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.bridges.naming import left_out, name_components
-from holdfast.bridges.parts import is_leader, needs_library, say_start, taking_over
+from holdfast.bridges.parts import (
+    is_leader,
+    left_out,
+    name_components,
+    needs_library,
+    say_start,
+    taking_over,
+)
 from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.control.stop import Stop
 from holdfast.data.loader import Loader

@@ -1,11 +1,11 @@
-"""Finds the elements of stored boxes that a range of a tensor consists of."""
+"""Ranges of row-major tensors as boxes: in tensors stored as boxes, and in strided memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -69,13 +69,13 @@ def overlaps(
     as `TensorTable.boxes_of` returns them.
     """
     shape = tuple(shape) or (1,)
-    strides = _strides(shape)
-    for low, high in _ranges(shape, start, stop):
+    strides = row_major(shape)
+    for low, extent in range_boxes(shape, start, stop):
         first = np.maximum(boxes[:, 0], low)
-        last = np.minimum(boxes[:, 1], high)
+        last = np.minimum(boxes[:, 1], np.add(low, extent))
         for number in np.flatnonzero((first < last).all(axis=1)).tolist():
             sizes = last[number] - first[number]
-            own = _strides((boxes[number, 1] - boxes[number, 0]).tolist())
+            own = row_major((boxes[number, 1] - boxes[number, 0]).tolist())
             yield SharedBox(
                 shard=int(shards[number]),
                 first=int(((first[number] - boxes[number, 0]) * own).sum()),
@@ -87,35 +87,125 @@ def overlaps(
             )
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[number + 1 :]) for number in range(len(shape)))
+ReadInto: TypeAlias = Callable[[int, memoryview], None]
+"""Fills memory with bytes of the storage, from a position on."""
+
+SPAN_NBYTES = 16 << 20
+"""Most bytes of the storage that are read at once."""
+READ_NBYTES = 16 << 10
+"""Bytes that are read in the time that one more read takes."""
+PIECE_NBYTES = 8 << 20
+"""Most bytes that are gathered at once."""
+_KINDS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 
 
-def _ranges(
-    shape: tuple[int, ...], start: int, stop: int
+def row_major(shape: Sequence[int], *, is_fortran: bool = False) -> tuple[int, ...]:
+    """Strides in elements of a dense array, row-major or the reverse."""
+    strides, step = [], 1
+    for size in shape if is_fortran else reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(strides if is_fortran else reversed(strides))
+
+
+def is_row_major(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the elements lie one behind the other, in the order of the tensor."""
+    dense = zip(shape, strides, row_major(shape), strict=True)
+    return all(size == 1 or stride == plain for size, stride, plain in dense)
+
+
+def gather_strided(
+    read_into: ReadInto,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    *,
+    offset: int,
+    item_nbytes: int,
+    start: int,
+    memory: memoryview,
+) -> None:
+    """Fill `memory` with row-major bytes of a strided tensor from its byte `start` on.
+
+    `offset` and `strides` are in elements of the storage. The range need not begin or end with
+    an element.
+    """
+    for begin in range(0, memory.nbytes, PIECE_NBYTES):
+        part = memory.cast("B")[begin : begin + PIECE_NBYTES]
+        _gather_items(read_into, shape, strides, offset, item_nbytes, start + begin, part)
+
+
+def _gather_items(
+    read_into: ReadInto,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    offset: int,
+    item_nbytes: int,
+    start: int,
+    memory: memoryview,
+) -> None:
+    low = start // item_nbytes
+    high = -(-(start + memory.nbytes) // item_nbytes)
+    exact = low * item_nbytes == start and (high - low) * item_nbytes == memory.nbytes
+    target = memory if exact else memoryview(bytearray((high - low) * item_nbytes))
+    dtype = np.dtype(_KINDS.get(item_nbytes, f"V{item_nbytes}"))
+    flat = np.frombuffer(target, dtype)
+    done = 0
+    for firsts, sizes in range_boxes(shape, low, high):
+        count = math.prod(sizes)
+        first = offset + sum(at * stride for at, stride in zip(firsts, strides, strict=True))
+        _gather_elements(read_into, flat[done : done + count].reshape(sizes), first, strides)
+        done += count
+    if not exact:
+        begin = start - low * item_nbytes
+        memory[:] = target[begin : begin + memory.nbytes]
+
+
+def range_boxes(
+    shape: tuple[int, ...], low: int, high: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a range of elements into boxes (first coordinates, behind the last), in their order."""
-    if start >= stop:
+    """Split a range of row-major elements into boxes (first position, sizes), in order."""
+    if low >= high:
         return
-    if len(shape) == 1:
-        yield (start,), (stop,)
+    if not shape:
+        yield (), ()
         return
-    rest = shape[1:]
-    row = math.prod(rest)
-    head, tail = -(-start // row), stop // row
-    if head > tail:  # inside one row
-        yield from _split_row(rest, tail, start - tail * row, stop - tail * row)
+    row = math.prod(shape[1:])
+    first, last = low // row, (high - 1) // row
+    if first == last and (low % row or high - low < row):
+        for firsts, sizes in range_boxes(shape[1:], low % row, low % row + high - low):
+            yield (first, *firsts), (1, *sizes)
         return
-    yield from _split_row(
-        rest, head - 1, start - (head - 1) * row, row if start < head * row else 0
-    )
-    if head < tail:
-        yield (head, *(0 for _ in rest)), (tail, *rest)
-    yield from _split_row(rest, tail, 0, stop - tail * row)
+    if low % row:
+        yield from range_boxes(shape, low, (first + 1) * row)
+        yield from range_boxes(shape, (first + 1) * row, high)
+        return
+    whole = high // row
+    yield (first, *[0] * (len(shape) - 1)), (whole - first, *shape[1:])
+    yield from range_boxes(shape, whole * row, high)
 
 
-def _split_row(
-    rest: tuple[int, ...], row: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    for low, high in _ranges(rest, start, stop):
-        yield (row, *low), (row + 1, *high)
+def _gather_elements(
+    read_into: ReadInto, target: np.ndarray[Any, Any], first: int, strides: tuple[int, ...]
+) -> None:
+    """Fill an array from the storage's element `first` on, with few reads."""
+    item_nbytes, sizes = target.dtype.itemsize, target.shape
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    widest = max(range(len(sizes)), key=lambda dim: (sizes[dim] > 1, strides[dim]), default=0)
+    is_near = reach <= 4 * target.size or reach * item_nbytes <= READ_NBYTES * sizes[widest]
+    if is_near and reach * item_nbytes <= SPAN_NBYTES:
+        span = np.empty(reach, target.dtype)
+        read_into(first * item_nbytes, span.view(np.uint8).data)
+        steps = [stride * item_nbytes for stride in strides]
+        target[...] = as_strided(span, sizes, steps)
+        return
+    block = 1
+    if is_near:
+        block = SPAN_NBYTES // (max(strides[widest], 1) * item_nbytes)
+        block = max(1, min(block, sizes[widest] // 2))
+    for at in range(0, sizes[widest], block):
+        part = target[(slice(None),) * widest + (slice(at, at + block),)]
+        if block == 1:  # without this dimension
+            rest = strides[:widest] + strides[widest + 1 :]
+            _gather_elements(read_into, part.squeeze(widest), first + at * strides[widest], rest)
+        else:
+            _gather_elements(read_into, part, first + at * strides[widest], strides)

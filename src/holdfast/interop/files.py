@@ -172,3 +172,14 @@ def copy_bytes(old: memoryview, new: memoryview) -> None:
         new[:] = old
     else:
         np.frombuffer(new, np.uint8)[:] = np.frombuffer(old, np.uint8)
+
+
+def first_bytes(path: Path, nbytes: int) -> bytes:
+    """Return the first bytes of a regular file, fewer if it is shorter; none of anything else."""
+    if not os.path.isfile(path):
+        return b""
+    try:
+        with path.open("rb") as file:
+            return file.read(nbytes)
+    except OSError as err:
+        raise StoreError(f"{path}: cannot be opened: {err.strerror}") from err

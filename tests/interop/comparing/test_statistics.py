@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.comparing.statistics import TensorStats, figures_of, stats_of
-from holdfast.interop.comparing.tallies import TensorTally
+from holdfast.interop.comparing.statistics import TensorStats, TensorTally, figures_of, stats_of
 from holdfast.interop.opening import open_source
 from holdfast.state.leaves import DTYPE_NAMES
 

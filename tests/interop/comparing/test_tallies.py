@@ -16,8 +16,7 @@ from torch import Tensor
 from holdfast.format.tensors import TensorSpec
 from holdfast.interop.comparing.differences import compare_sources
 from holdfast.interop.comparing.pairs import PairTally
-from holdfast.interop.comparing.statistics import TensorStats, stats_of
-from holdfast.interop.comparing.tallies import TensorTally
+from holdfast.interop.comparing.statistics import TensorStats, TensorTally, stats_of
 from holdfast.interop.opening import open_source
 from holdfast.state.leaves import DTYPE_NAMES
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from holdfast.errors import StoreError
-from holdfast.interop.exporting import output
+from holdfast.interop.exporting import weights
 from holdfast.interop.exporting.files import ExportPlan, PlannedFile, write_plan
-from holdfast.interop.exporting.output import past_cache
+from holdfast.interop.exporting.weights import past_cache
 
-BLOCK = output.BLOCK_NBYTES
+BLOCK = weights.BLOCK_NBYTES
 
 
 def plan_of(data: bytes, step: int) -> ExportPlan:
@@ -39,7 +39,7 @@ def test_a_file_system_without_direct_writes_gets_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = os.urandom(BLOCK + 10)
-    monkeypatch.setattr(output, "open_direct", lambda file: None)
+    monkeypatch.setattr(weights, "open_direct", lambda file: None)
     write_plan(plan_of(data, 4096), tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == data
 

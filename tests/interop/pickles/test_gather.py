@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.interop.pickles import gather as gathering
-from holdfast.interop.pickles.gather import boxes, gather_strided
+from holdfast.interop import boxes as gathering
+from holdfast.interop.boxes import gather_strided, range_boxes
 
 VIEWS: dict[str, Callable[[], torch.Tensor]] = {
     "transposed": lambda: torch.arange(420.0).reshape(21, 20).t(),
@@ -78,7 +78,7 @@ def test_boxes_cover_a_range_in_order() -> None:
     for low in range(60):
         for high in range(low, 61):
             found = []
-            for first, sizes in boxes(shape, low, high):
+            for first, sizes in range_boxes(shape, low, high):
                 block = np.arange(60).reshape(shape)[
                     tuple(slice(f, f + s) for f, s in zip(first, sizes, strict=True))
                 ]

@@ -22,7 +22,6 @@ from holdfast.errors import CorruptData, MissingKey, NoCheckpoint
 from holdfast.format import layout
 from holdfast.format.codec import CodecName
 from holdfast.format.nodes import ArrayRef, TensorRef
-from holdfast.interop import blocks
 from holdfast.interop.comparing.statistics import stats_of
 from holdfast.interop.opening import open_source
 from holdfast.interop.reading import read_pieces
@@ -140,13 +139,13 @@ def test_each_block_is_read_once_by_several_threads(
     values = {str(n): torch.full((1 << 18,), float(n)) for n in range(40)}
     saved(tmp_path, values)
     read: list[tuple[str, int]] = []
-    real = blocks.begin_block
+    real = checkpoint.begin_block
 
     def counting(store: Any, file: Any, number: int, *arguments: Any, **options: Any) -> Any:
         read.append((file.key, number))
         return real(store, file, number, *arguments, **options)
 
-    monkeypatch.setattr(blocks, "begin_block", counting)
+    monkeypatch.setattr(checkpoint, "begin_block", counting)
     with open_source(str(tmp_path)) as source:
         assert contents(source) == expected(values)
     assert len(read) == len({*read}) == 6  # 40 MiB
@@ -155,7 +154,7 @@ def test_each_block_is_read_once_by_several_threads(
 def test_few_blocks_stay_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {str(n): torch.full((1 << 18,), float(n)) for n in range(40)}
     saved(tmp_path, values)
-    monkeypatch.setattr(blocks, "KEPT_NBYTES", 16 << 20)
+    monkeypatch.setattr(checkpoint, "KEPT_NBYTES", 16 << 20)
     with CheckpointSource(tmp_path) as source:
         contents(source)
         assert len(source._blocks._held) == 2

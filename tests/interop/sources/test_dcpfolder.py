@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from holdfast.errors import CorruptData, FormatError, HoldfastError
 from holdfast.format.nodes import ArrayRef, TensorRef
-from holdfast.interop.layouts.dcp import megatron_layout
+from holdfast.interop.layouts import megatron_layout
 from holdfast.interop.opening import open_source
 from holdfast.interop.source import Source
 

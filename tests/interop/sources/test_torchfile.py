@@ -36,8 +36,8 @@ from holdfast.interop.pickles import values
 from holdfast.interop.pickles.budget import PickleBudget
 from holdfast.interop.reading import read_pieces
 from holdfast.interop.source import Source
-from holdfast.interop.sources.crcs import join_crcs
 from holdfast.interop.sources.torchfile import TorchFile, read_pickle
+from holdfast.interop.sources.zips import join_crcs
 from holdfast.state.leaves import TORCH_DTYPES
 
 WAYS = ("zip", "legacy", "pickle 2", "pickle 4", "pickle 5")

@@ -10,7 +10,7 @@ from ignite.engine import Engine, Events
 from ignite.metrics import Metric
 from typing_extensions import Self, override
 
-from holdfast.bridges.naming import left_out
+from holdfast.bridges.parts import left_out
 from holdfast.errors import UsageError, listing
 from holdfast.events import Emitter
 

@@ -16,9 +16,10 @@ from lightning.pytorch.callbacks import Checkpoint as CheckpointCallback
 from typing_extensions import override
 
 from holdfast.arguments import check_arguments
-from holdfast.bridges.lightning.measured import NO_STEP, LazyNumbers, NewMetrics
-from holdfast.bridges.lightning.reading import ReadingIO
 from holdfast.bridges.lightning.seams import (
+    NO_STEP,
+    LazyNumbers,
+    NewMetrics,
     begin_anew,
     begin_data,
     check_trainer,
@@ -28,7 +29,7 @@ from holdfast.bridges.lightning.seams import (
     model_of,
     monitors_of,
 )
-from holdfast.bridges.lightning.state import TrainerState
+from holdfast.bridges.lightning.state import ReadingIO, TrainerState
 from holdfast.bridges.parts import (
     Generators,
     reporting,

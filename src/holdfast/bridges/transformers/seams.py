@@ -1,17 +1,23 @@
-"""Private names of transformers that are used, and arguments that cannot be obeyed."""
+"""Private names of transformers that are used, its epochs, and arguments that are refused."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import transformers
 import transformers.trainer as theirs
 from accelerate.utils import broadcast_object_list
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from tqdm.auto import tqdm
 
+from holdfast.bridges.parts import Generators
+from holdfast.data.loader import Loader
 from holdfast.errors import UsageError, listing
+from holdfast.results import Checkpoint
 
 FRAMEWORK = "transformers"
 
@@ -120,3 +126,120 @@ def refuse_arguments(trainer: Any) -> None:
 def major_version() -> int:
     """Return the major version of transformers."""
     return int(transformers.__version__.split(".")[0])
+
+
+class Epochs:
+    """A `Loader` as the Trainer uses it: it names an epoch, may skip batches, and counts."""
+
+    def __init__(self, loader: Any, args: Any, is_done: Callable[[], bool]) -> None:
+        self.loader, self.dataset = loader, getattr(loader, "dataset", None)
+        self.batch_size = args.train_batch_size
+        self._is_done = is_done
+        self._epoch, self._num_skipped = 0, 0
+        self._generators: Generators | None = None
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch that the next iterator is of."""
+        self._epoch = epoch
+
+    def skip(self, num_batches: int) -> Epochs:
+        """Begin the next iterator after that many batches of its epoch."""
+        self._num_skipped = num_batches
+        return self
+
+    def keep_generators(self) -> None:
+        """Let the next iterator begin with the present state of the global generators."""
+        self._generators = Generators()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._generators is not None:
+            self._generators.restore_states()
+        self._generators = None
+        place, self._num_skipped = (self._epoch, self._num_skipped), 0
+        if self._is_done():
+            return iter(())
+        loader = self.loader
+        if loader.at_epoch_end and place == (loader.epoch + 1, 0):
+            next(iter(loader), None)
+        if place != (loader.epoch, loader.batch):
+            loader.load_state_dict({**loader.state_dict(), "epoch": place[0], "batch": place[1]})
+        return iter(loader)
+
+
+@contextlib.contextmanager
+def loaders_skip_by_themselves() -> Iterator[None]:
+    """Let the Trainer leave it to `Epochs` to skip batches, without reading them."""
+    before = getattr(theirs, SKIP)
+
+    def skip(dataloader: Any, num_batches: int = 0) -> Any:
+        if isinstance(dataloader, Epochs):
+            return dataloader.skip(num_batches)
+        return before(dataloader, num_batches)
+
+    setattr(theirs, SKIP, skip)
+    try:
+        yield
+    finally:
+        setattr(theirs, SKIP, before)
+
+
+def loader_of(trainer: Any, given: Any) -> Loader:
+    """Make the `Loader` of what the Trainer's own DataLoader loads."""
+    dataset, args = given.dataset, trainer.args
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise UsageError(
+            "train_dataset has no length: give `data=holdfast.data.Stream(…)`, which resumes it"
+        )
+    sampler = _innermost_sampler(given)
+    is_shuffled = isinstance(sampler, RandomSampler)
+    is_plain = is_shuffled or isinstance(sampler, SequentialSampler)
+    return Loader(
+        dataset,
+        batch_size=args.train_batch_size,
+        sampler=None if is_plain else sampler,
+        shuffle=is_shuffled or not is_plain,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        drop_last=args.dataloader_drop_last,
+        collate_fn=given.collate_fn,
+        num_workers=given.num_workers,
+        pin_memory=given.pin_memory and torch.accelerator.is_available(),
+        persistent_workers=given.persistent_workers,
+        prefetch_factor=given.prefetch_factor,
+    )
+
+
+def _innermost_sampler(given: Any) -> Any:
+    """The sampler of single samples, inside those that accelerate wraps around it."""
+    found = given.batch_sampler
+    while hasattr(found, "batch_sampler"):
+        found = found.batch_sampler
+    return getattr(found, "sampler", given.sampler)
+
+
+def check_windows(loader: Any, args: Any) -> None:
+    """Raise `UsageError` where the Trainer could not find its place in an epoch again."""
+    window = args.gradient_accumulation_steps
+    if window > 1 and major_version() < COUNTS_UNFULL_WINDOWS and len(loader) % window:
+        raise UsageError(
+            f"gradient_accumulation_steps={window}: an epoch has {len(loader)} batches, and before "
+            f"transformers {COUNTS_UNFULL_WINDOWS} the Trainer cannot resume unless they divide; "
+            "give Loader(batches_per_epoch=…) as `data`, or use a newer transformers"
+        )
+
+
+def check_place(loader: Any, found: Checkpoint, args: Any) -> None:
+    """Raise `UsageError` where the data's position is not the one of the Trainer's step."""
+    window = args.gradient_accumulation_steps
+    steps_per_epoch = max(-(-len(loader) // window), 1)
+    epoch, step = divmod(found.step, steps_per_epoch)
+    at = (epoch, step * window)
+    there = (loader.epoch + 1, 0) if loader.at_epoch_end else (loader.epoch, loader.batch)
+    if at != there:
+        raise UsageError(
+            f"{found.path}: its data stands at batch {there[1]} of epoch {there[0]}, and with "
+            f"gradient_accumulation_steps={window} step {found.step} is batch {at[1]} of epoch "
+            f"{at[0]}. Use the batch size and accumulation of the run that saved it"
+        )

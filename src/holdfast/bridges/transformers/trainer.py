@@ -15,14 +15,17 @@ import torch
 import transformers
 
 from holdfast.bridges.parts import only_leader
-from holdfast.bridges.transformers.epochs import (
+from holdfast.bridges.transformers.run import Elsewhere, TransformersRun, newest_step
+from holdfast.bridges.transformers.seams import (
+    SUMMARY,
     Epochs,
+    check_names,
     check_windows,
+    leaders,
     loader_of,
     loaders_skip_by_themselves,
+    refuse_arguments,
 )
-from holdfast.bridges.transformers.run import Elsewhere, TransformersRun, newest_step
-from holdfast.bridges.transformers.seams import SUMMARY, check_names, leaders, refuse_arguments
 from holdfast.bridges.validations import check_direction
 from holdfast.checkpoints import Checkpoints
 from holdfast.control.stop import Stop

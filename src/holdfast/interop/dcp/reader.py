@@ -27,8 +27,7 @@ from typing_extensions import override
 
 from holdfast.arguments import check_arguments
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
-from holdfast.interop.dcp.items import Item, items_of
-from holdfast.interop.dcp.objects import pickled
+from holdfast.interop.dcp.items import Item, items_of, pickled
 from holdfast.interop.roots import expect_path, written_root
 from holdfast.keys import Encryption
 from holdfast.loading.open import Opened, open_checkpoint

@@ -23,18 +23,27 @@ from holdfast.format.layout import AttemptName, check_label, parse_attempt
 from holdfast.format.manifest import MAX_COUNT, Reference, Timestamp
 from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.dcp.items import Item, kind_of, paths_of, tree_of
-from holdfast.interop.dcp.objects import Value, pickle_of, specs_of, value_of
+from holdfast.interop.dcp.items import (
+    Item,
+    Value,
+    kind_of,
+    paths_of,
+    pickle_of,
+    specs_of,
+    tree_of,
+    value_of,
+)
 from holdfast.interop.dcp.plans import (
     DcpLayout,
     Note,
     PlacedPart,
     WrittenBox,
+    places_of,
     specs_by_component,
     tables_of,
     whole_plans,
+    write_tensors,
 )
-from holdfast.interop.dcp.writing import places_of, write_tensors
 from holdfast.interop.roots import WrittenRoot, expect_path, written_root
 from holdfast.ownership.claim import Claim
 from holdfast.policy.naming import DEFAULT_LABEL

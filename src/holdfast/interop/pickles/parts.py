@@ -25,6 +25,7 @@ from holdfast.format.nodes import (
 )
 from holdfast.format.objects import join_path
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.interop.boxes import is_row_major, row_major
 from holdfast.interop.pickles.budget import LIFTED, bound
 from holdfast.interop.pickles.names import enumerated
 from holdfast.interop.pickles.values import (
@@ -424,8 +425,7 @@ def _format_path_key(key: Any) -> Any:
 
 def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """The dimensions from the outermost to the innermost; empty if row-major, or not dense."""
-    dense = zip(shape, strides, row_major(shape), strict=True)
-    if all(size == 1 or stride == plain for size, stride, plain in dense) or 0 in shape:
+    if is_row_major(shape, strides) or 0 in shape:
         return ()
     order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], -shape[dim], dim))
     expected = 1
@@ -434,15 +434,6 @@ def memory_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int,
             return ()
         expected *= shape[dim]
     return () if order == [*range(len(shape))] else tuple(order)
-
-
-def row_major(shape: tuple[int, ...], *, is_fortran: bool = False) -> tuple[int, ...]:
-    """Strides in elements of a dense array, row-major or the reverse."""
-    strides, step = [], 1
-    for size in shape if is_fortran else reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(strides if is_fortran else reversed(strides))
 
 
 def check_claims(converted: Mapping[str, Converted], *, file_nbytes: int, what: str) -> None:

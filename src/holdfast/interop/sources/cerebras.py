@@ -21,11 +21,10 @@ from typing_extensions import override
 from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec, check_shape
-from holdfast.interop.files import LocalFile
+from holdfast.interop.files import LocalFile, first_bytes
 from holdfast.interop.pickles.budget import LIFTED, bound
 from holdfast.interop.source import LeftOut, Source, SourceComponent
 from holdfast.interop.sources.hdf5 import SIGNATURE, Chunked, Contiguous, Dataset, Hdf5, read_band
-from holdfast.interop.sources.recognising import first_bytes
 from holdfast.interop.sources.safetensors import MODEL
 
 STATE = "state"

@@ -13,11 +13,9 @@ from typing_extensions import override
 
 from holdfast.errors import CorruptData, FormatError
 from holdfast.format.tensors import ITEM_NBYTES, header_nbytes, parse_header
-from holdfast.interop.boxes import overlaps
+from holdfast.interop.boxes import gather_strided, is_row_major, overlaps, row_major
 from holdfast.interop.files import LocalFile
 from holdfast.interop.pickles.budget import PickleBudget
-from holdfast.interop.pickles.gather import gather_strided, is_row_major
-from holdfast.interop.pickles.parts import row_major
 from holdfast.interop.pickles.values import Span, TensorView
 from holdfast.interop.sources.dcpmetadata import ChunkedTensor, ItemPlace
 from holdfast.interop.sources.torchfile import read_saved

@@ -17,9 +17,8 @@ from holdfast.format.tensors import (
     header_nbytes,
     parse_header_and_metadata,
 )
-from holdfast.interop.files import LocalFile, ReadableFile
+from holdfast.interop.files import LocalFile, ReadableFile, first_bytes
 from holdfast.interop.source import Source, SourceComponent
-from holdfast.interop.sources.recognising import first_bytes
 
 MODEL = "model"
 """Component of weights that come without a name of their own."""

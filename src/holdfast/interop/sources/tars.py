@@ -21,8 +21,7 @@ from typing import IO, Any, BinaryIO
 from typing_extensions import override
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded, UsageError
-from holdfast.interop.files import LocalFile
-from holdfast.interop.sources.recognising import first_bytes
+from holdfast.interop.files import LocalFile, first_bytes
 from holdfast.interop.sources.torchfile import TorchFile
 
 MEMBER = "composer_states.pt"

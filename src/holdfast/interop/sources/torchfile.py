@@ -14,18 +14,16 @@ from typing_extensions import override
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.format.tensors import ITEM_NBYTES
-from holdfast.interop.files import LocalFile, ReadableFile
-from holdfast.interop.layouts.files import ComponentLayout, file_layout
+from holdfast.interop.boxes import gather_strided, is_row_major
+from holdfast.interop.files import LocalFile, ReadableFile, first_bytes
+from holdfast.interop.layouts import ComponentLayout, file_layout
 from holdfast.interop.pickles.budget import PickleBudget
-from holdfast.interop.pickles.gather import gather_strided, is_row_major
 from holdfast.interop.pickles.machine import Constructor, Machine
 from holdfast.interop.pickles.names import CONSTANTS, CONSTRUCTORS, SETTERS, checked_device
 from holdfast.interop.pickles.parts import Converted, NothingKept, check_claims, convert
 from holdfast.interop.pickles.values import Refusal, Span, Storage, StorageKind
 from holdfast.interop.source import LeftOut, Source, SourceComponent
-from holdfast.interop.sources.crcs import MemberCrc
-from holdfast.interop.sources.recognising import first_bytes
-from holdfast.interop.sources.zips import Member, Zip
+from holdfast.interop.sources.zips import Member, MemberCrc, Zip
 
 _ZIP = b"PK\x03\x04"
 _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."

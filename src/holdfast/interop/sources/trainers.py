@@ -20,8 +20,7 @@ from holdfast.format import strictjson
 from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.interop.files import LocalFile
-from holdfast.interop.layouts.files import make_layout
-from holdfast.interop.layouts.folders import STATE_FILE, FolderLayout, folder_layout
+from holdfast.interop.layouts import STATE_FILE, FolderLayout, folder_layout, make_layout
 from holdfast.interop.pickles.parts import convert
 from holdfast.interop.source import LeftOut, Source, SourceComponent
 from holdfast.interop.sources import safetensors

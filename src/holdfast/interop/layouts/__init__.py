@@ -1,1 +1,0 @@
-"""Assigns the parts of other trainers' files and folders to components."""
