@@ -172,13 +172,13 @@ def break_(name: str) -> None:
     if name == "one more global":
         names.CONSTRUCTORS["os.system"] = lambda machine, args: os.system(*args)  # type: ignore[index]
     elif name == "a module is imported":
-        real = machine.Machine._global
+        real = machine.Machine.find_class
 
         def careless(self: Any, module: Any, attribute: Any) -> Any:
             __import__(module)
             return real(self, module, attribute)
 
-        machine.Machine._global = careless  # type: ignore[method-assign]
+        machine.Machine.find_class = careless  # type: ignore[method-assign]
     elif name == "an unpickler is used":
         machine.Machine.read_pickle = lambda self: pickle.load(self._file)  # type: ignore[method-assign]
     elif name == "memory is not charged":

@@ -78,6 +78,15 @@ def test_every_operation_of_pickles_is_known_or_refused_by_name() -> None:
     assert _OPERATIONS.keys() | _REFUSED.keys() <= codes
 
 
+def test_nothing_of_the_standard_library_that_calls_or_imports_is_inherited() -> None:
+    """Invariant 5: these functions of `pickle._Unpickler` run or trust what a pickle names."""
+    own = {*vars(Machine)}
+    runs = {"reduce", "newobj", "newobj_ex", "build", "bytearray8", "frame"}
+    assert {f"load_{name}" for name in runs} <= own
+    assert {"find_class", "persistent_load", "_instantiate", "_decode_string"} <= own
+    assert {"read", "readline", "pop_mark"} <= own
+
+
 def test_shared_values_are_shared_again() -> None:
     inner = [1]
     found = read(pickle.dumps({"a": inner, "b": inner}))
