@@ -28,7 +28,7 @@ CLASSES = {
             "teardown",
         },
     ),
-    "lightning.reading.ReadingIO": (
+    "lightning.state.ReadingIO": (
         "lightning.pytorch.plugins.io.CheckpointIO",
         {"load_checkpoint", "remove_checkpoint", "save_checkpoint", "teardown"},
     ),

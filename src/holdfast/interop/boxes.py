@@ -124,13 +124,17 @@ def gather_strided(
     start: int,
     memory: memoryview,
 ) -> None:
-    """Fill `memory` with row-major bytes of a strided tensor from its byte `start` on.
+    """Fill `memory` with row-major bytes of a tensor from its byte `start` on.
 
     `offset` and `strides` are in elements of the storage. The range need not begin or end with
     an element.
     """
+    memory = memory.cast("B")
+    if is_row_major(shape, strides):
+        read_into(offset * item_nbytes + start, memory)
+        return
     for begin in range(0, memory.nbytes, PIECE_NBYTES):
-        part = memory.cast("B")[begin : begin + PIECE_NBYTES]
+        part = memory[begin : begin + PIECE_NBYTES]
         _gather_items(read_into, shape, strides, offset, item_nbytes, start + begin, part)
 
 

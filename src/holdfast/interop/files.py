@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
+from typing_extensions import Self, override
 
-from holdfast.errors import CorruptData, StoreError
+from holdfast.errors import CorruptData, FormatError, StoreError
 from holdfast.store.base import ignore
 from holdfast.store.local.reads import DIRECT_NBYTES_MIN, OpenFile, fill_from_file
 from holdfast.system import CLOSED_ON_EXEC
@@ -52,6 +52,12 @@ class ReadableFile(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the file; no thread may be reading from it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class LocalFile(ReadableFile):
@@ -172,6 +178,14 @@ def copy_bytes(old: memoryview, new: memoryview) -> None:
         new[:] = old
     else:
         np.frombuffer(new, np.uint8)[:] = np.frombuffer(old, np.uint8)
+
+
+def read_small_file(path: Path, max_nbytes: int) -> bytes:
+    """Return all bytes of a regular file that may not be longer."""
+    with LocalFile.open_regular(path) as file:
+        if file.nbytes > max_nbytes:
+            raise FormatError(f"{path}: {file.nbytes:,} bytes; at most {max_nbytes:,} are read")
+        return file.read(0, file.nbytes)
 
 
 def first_bytes(path: Path, nbytes: int) -> bytes:

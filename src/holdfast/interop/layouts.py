@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast.errors import FormatError
 from holdfast.format import strictjson
+from holdfast.interop.files import read_small_file
 from holdfast.interop.pickles.values import TensorView, Unknown
 from holdfast.interop.source import LeftOut
 
@@ -403,6 +404,5 @@ def _join_shards(items: Mapping[str, Any]) -> dict[str, Any]:
 def _read_json(path: Path) -> Any:
     if not path.is_file():
         return None
-    with path.open("rb") as file:
-        data = file.read(_MAX_JSON_NBYTES + 1)
+    data = read_small_file(path, _MAX_JSON_NBYTES)
     return strictjson.loads(data, what=str(path), max_nbytes=_MAX_JSON_NBYTES, max_values=100_000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from typing_extensions import Self
 
-from holdfast.errors import UsageError, listing
+from holdfast.errors import FormatError, UsageError, listing
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.tensors import TensorSpec
 
@@ -155,6 +155,15 @@ class Source(ABC):
     ) -> None:
         self.close()
 
+    @contextmanager
+    def closing_on_error(self) -> Iterator[None]:
+        """Close the source if what is done in the block fails."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
     def get_component(self, component: str) -> SourceComponent:
         """Return a component."""
         found = self.parts.get(component)
@@ -162,6 +171,12 @@ class Source(ABC):
             has = ", ".join(map(repr, self.parts)) or "none"
             raise UsageError(f"{self.url}: no component {component!r}; it has {has}")
         return found
+
+
+def expect_none_wrong(what: str, wrong: Sequence[str]) -> None:
+    """Raise `FormatError` with all that is wrong in a file or folder, if anything is."""
+    if wrong:
+        raise FormatError(f"{what}:\n{listing(wrong)}")
 
 
 def lost_tensors(source: Source, components: Collection[str] = ()) -> list[LeftOut]:

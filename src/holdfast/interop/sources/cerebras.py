@@ -23,7 +23,7 @@ from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec, check_shape
 from holdfast.interop.files import LocalFile, first_bytes
 from holdfast.interop.pickles.budget import LIFTED, bound
-from holdfast.interop.source import LeftOut, Source, SourceComponent
+from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_none_wrong
 from holdfast.interop.sources.hdf5 import SIGNATURE, Chunked, Contiguous, Dataset, Hdf5, read_band
 from holdfast.interop.sources.safetensors import MODEL
 
@@ -32,7 +32,6 @@ STATE = "state"
 
 MAX_LEAVES = 200_000
 _MAX_DEPTH = 64
-_MAX_NAMED = 10
 _COMPONENT = re.compile(r"[a-z0-9_-]{1,64}")
 
 _DTYPES = {
@@ -83,16 +82,13 @@ class CerebrasFile(Source):
         self._file = LocalFile.open_regular(path)
         self._lock = threading.Lock()
         self._bands: dict[tuple[str, int], memoryview] = {}
-        try:
+        with self.closing_on_error():
             with Hdf5(self._file) as opened:
                 reader = _Reader(opened, self.url)
                 tree = reader.tree()
             self.left_out = reader.left_out
             self._places, self._specs = reader.places, reader.specs
             self.parts = self._make_components(tree)
-        except BaseException:
-            self.close()
-            raise
         step = tree.get("global_step")
         self.step = step if type(step) is int and step >= 0 else None
 
@@ -184,10 +180,7 @@ class _Reader:
             tree: Any = self._node(self._spec(self.h5.json("__spec__")), "", 0)
         else:
             tree = self._flat()
-        if self.wrong:
-            shown = "; ".join(self.wrong[:_MAX_NAMED])
-            more = len(self.wrong) - _MAX_NAMED
-            raise FormatError(f"{self.url}: {shown}{f'; and {more} more' if more > 0 else ''}")
+        expect_none_wrong(self.url, self.wrong)
         return tree if isinstance(tree, dict) else {STATE: [tree]}
 
     def _spec(self, value: Any) -> Any:

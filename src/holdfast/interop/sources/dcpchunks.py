@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +12,13 @@ import numpy as np
 from typing_extensions import override
 
 from holdfast.errors import CorruptData, FormatError
-from holdfast.format.tensors import ITEM_NBYTES, header_nbytes, parse_header
-from holdfast.interop.boxes import gather_strided, is_row_major, overlaps, row_major
+from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.interop.boxes import gather_strided, overlaps, row_major
 from holdfast.interop.files import LocalFile
 from holdfast.interop.pickles.budget import PickleBudget
 from holdfast.interop.pickles.values import Span, TensorView
 from holdfast.interop.sources.dcpmetadata import ChunkedTensor, ItemPlace
+from holdfast.interop.sources.safetensors import read_header
 from holdfast.interop.sources.torchfile import read_saved
 
 RANGE_NBYTES = 8 << 20
@@ -76,12 +77,10 @@ class FolderFiles:
             )
         self._nbytes = [path.stat().st_size for path in self._paths]
         self._open: list[LocalFile] = []
-        try:
+        with ExitStack() as stack:
             for path in self._paths[:MAX_OPEN_FILES]:
-                self._open.append(LocalFile.open_regular(path))
-        except BaseException:
-            self.close_all_files()
-            raise
+                self._open.append(stack.enter_context(LocalFile.open_regular(path)))
+            self._stack = stack.pop_all()
 
     @contextmanager
     def open_numbered(self, number: int) -> Iterator[LocalFile]:
@@ -89,11 +88,8 @@ class FolderFiles:
         if number < len(self._open):
             yield self._open[number]
             return
-        file = LocalFile.open_regular(self._paths[number])
-        try:
+        with LocalFile.open_regular(self._paths[number]) as file:
             yield file
-        finally:
-            file.close()
 
     def check_item_place(self, name: str, place: ItemPlace) -> None:
         """Check that an item lies in its file."""
@@ -106,8 +102,7 @@ class FolderFiles:
 
     def close_all_files(self) -> None:
         """Close all of them."""
-        for file in self._open:
-            file.close()
+        self._stack.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +122,7 @@ class Chunks:
     def __init__(self, files: FolderFiles) -> None:
         self._files = files
         self._laid: dict[tuple[str, int], _Laid] = {}
-        self._headers: dict[int, dict[str, tuple[str, tuple[int, ...], int]]] = {}
+        self._headers: dict[int, tuple[dict[str, TensorSpec], dict[str, int]]] = {}
 
     def read_into(self, tensor: ChunkedTensor, start: int, memory: memoryview) -> None:
         """Fill `memory` with row-major bytes of a tensor from its byte `start` on.
@@ -174,18 +169,15 @@ class Chunks:
             def read(at: int, into: memoryview) -> None:
                 file.read_into(laid.start + at, into)
 
-            if is_row_major(sizes, laid.strides):
-                read(laid.offset * item + start, memory)
-            else:
-                gather_strided(
-                    read,
-                    sizes,
-                    laid.strides,
-                    offset=laid.offset,
-                    item_nbytes=item,
-                    start=start,
-                    memory=memory,
-                )
+            gather_strided(
+                read,
+                sizes,
+                laid.strides,
+                offset=laid.offset,
+                item_nbytes=item,
+                start=start,
+                memory=memory,
+            )
 
     def _find_elements(self, file: LocalFile, tensor: ChunkedTensor, number: int) -> _Laid:
         """Find the elements of a chunk: in a file of `torch.save`, or of safetensors."""
@@ -204,12 +196,13 @@ class Chunks:
         place = tensor.places[number]
         header = self._headers.get(place.file)
         if header is None:
-            header = self._headers[place.file] = read_header(file)
-        found = header.get(tensor.name)
+            specs, starts, _ = read_header(file, what=file.name)
+            header = self._headers[place.file] = specs, starts
+        specs, starts = header
         sizes = _sizes(tensor, number)
-        if found is None or (found[0], found[1]) != (tensor.dtype, sizes):
+        if specs.get(tensor.name) != TensorSpec(tensor.name, tensor.dtype, sizes):
             raise FormatError(f"{what}: not in the file as {tensor.dtype} of {list(sizes)}")
-        return _Laid(found[2], 0, row_major(sizes))
+        return _Laid(starts[tensor.name], 0, row_major(sizes))
 
 
 def _sizes(tensor: ChunkedTensor, number: int) -> tuple[int, ...]:
@@ -231,11 +224,3 @@ def _find_saved(
             f"{list(sizes)}"
         )
     return _Laid(place.start + view.storage.data.start, view.offset, view.strides)
-
-
-def read_header(file: LocalFile) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Read the header of a safetensors file: dtype, shape and first byte by key."""
-    length = header_nbytes(file.read(0, 8), file_nbytes=file.nbytes, what=file.name)
-    head = file.read(0, length)
-    found = parse_header(head, file_nbytes=file.nbytes, what=file.name)
-    return {key: (dtype, shape, start) for key, (dtype, shape, start, _) in found.items()}

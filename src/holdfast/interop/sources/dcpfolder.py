@@ -19,14 +19,13 @@ from holdfast.format import strictjson
 from holdfast.format.tensors import (
     ITEM_NBYTES,
     MAX_HEADER_NBYTES,
-    header_nbytes,
+    TensorSpec,
 )
-from holdfast.format.tensors import METADATA as HEADER_METADATA
-from holdfast.interop.boxes import gather_strided, is_row_major, row_major
+from holdfast.interop.boxes import row_major
 from holdfast.interop.files import LocalFile
 from holdfast.interop.layouts import ComponentLayout, dcp_layout, megatron_layout, olmo_layout
 from holdfast.interop.pickles.budget import PickleBudget
-from holdfast.interop.pickles.parts import NothingKept, convert
+from holdfast.interop.pickles.parts import TensorLocation
 from holdfast.interop.pickles.values import (
     ArrayValue,
     Generator,
@@ -36,13 +35,11 @@ from holdfast.interop.pickles.values import (
     TensorView,
     Unknown,
 )
-from holdfast.interop.source import Source, SourceComponent
 from holdfast.interop.sources.dcpchunks import (
     Chunks,
     FolderFiles,
     Region,
     expect_inside,
-    read_header,
 )
 from holdfast.interop.sources.dcpmetadata import (
     MAX_FILES,
@@ -53,7 +50,8 @@ from holdfast.interop.sources.dcpmetadata import (
     check_tiling,
     read_metadata,
 )
-from holdfast.interop.sources.torchfile import read_saved
+from holdfast.interop.sources.safetensors import read_header
+from holdfast.interop.sources.torchfile import ConvertedSource, gather_place, read_saved
 
 OLMO_ITEMS = "model_and_optim"
 OLMO_TRAINER = "train/rank0.pt"
@@ -79,8 +77,10 @@ def _latest_of_megatron(path: Path) -> Path:
     return path / f"iter_{int(text):07d}" if text.isdigit() else path
 
 
-class DcpSource(Source):
+class DcpSource(ConvertedSource):
     """A folder of DCP as components, by the keys of the state that was saved."""
+
+    _keeps_empty = False
 
     def __init__(self, path: Path) -> None:
         """Read everything except the tensors."""
@@ -93,13 +93,10 @@ class DcpSource(Source):
         self._files = FolderFiles(folder, [*metadata.files, *([beside] if has_beside else [])])
         self._chunks = Chunks(self._files)
         self._budget = PickleBudget()
-        try:
+        with self.closing_on_error():
             items = self._describe(metadata)
             rest = self._describe_file(len(metadata.files)) if has_beside else None
             self._convert(_layout(folder, metadata, items, rest, is_olmo=is_olmo))
-        except BaseException:
-            self.close()
-            raise
 
     def _describe(self, metadata: FolderMetadata) -> dict[str, Any]:
         """Return the descriptions of all items, by DCP's names."""
@@ -131,60 +128,17 @@ class DcpSource(Source):
         with self._files.open_numbered(number) as file:
             return self._read_item(ItemPlace(number, 0, file.nbytes))
 
-    def _convert(self, found: ComponentLayout) -> None:
-        self.format, self.step = found.format, found.step
-        left_out = [*found.left_out]
-        self._converted = {}
-        for name, description in found.components.items():
-            try:
-                made = convert(name, description, where=found.paths.get(name))
-            except NothingKept as err:
-                left_out += err.left_out
-                continue
-            left_out += made.left_out
-            if made.part.tree or not made.left_out:
-                self._converted[name] = made
-        if not self._converted:
-            raise FormatError(f"{self.url}: holds nothing that can be read")
-        self.parts: Mapping[str, SourceComponent] = {
-            name: one.part for name, one in self._converted.items()
-        }
-        self.left_out = left_out
-
     @override
-    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
-        one = self._converted[component]
-        spec, place = one.part.specs[key], one.places[key]
-        if start + memory.nbytes > spec.nbytes:
-            raise CorruptData(f"{self.url}: {key!r} has no byte {start + memory.nbytes:,}")
-        if not memory.nbytes:
-            return
-        plain = memory.cast("B")
+    def _read_place(
+        self, spec: TensorSpec, place: TensorLocation, start: int, memory: memoryview
+    ) -> None:
         if isinstance(place.data, _ChunkSpan):
-            self._chunks.read_into(place.data.tensor, start, plain)
-            return
-        data = place.data
-        with self._files.open_numbered(data.file if isinstance(data, _FileSpan) else 0) as file:
-
-            def read(at: int, into: memoryview) -> None:
-                if isinstance(data, Span):
-                    file.read_into(data.start + at, into)
-                else:
-                    into[:] = data[at : at + into.nbytes]
-
-            item_nbytes = ITEM_NBYTES[spec.dtype]
-            if is_row_major(spec.shape, place.strides):
-                read(place.offset * item_nbytes + start, plain)
-            else:
-                gather_strided(
-                    read,
-                    spec.shape,
-                    place.strides,
-                    offset=place.offset,
-                    item_nbytes=item_nbytes,
-                    start=start,
-                    memory=plain,
-                )
+            self._chunks.read_into(place.data.tensor, start, memory)
+        elif isinstance(place.data, _FileSpan):
+            with self._files.open_numbered(place.data.file) as file:
+                gather_place(file, spec, place, start, memory)
+        else:
+            gather_place(None, spec, place, start, memory)
 
     @override
     def close(self) -> None:
@@ -320,12 +274,9 @@ def read_sharded(folder: Path) -> FolderMetadata:
     _check_numbers(folder, found.files)
     chunks: dict[str, list[_Chunk]] = {}
     for number, name in enumerate(found.files):
-        file = LocalFile.open_regular(expect_inside(folder, folder / name))
-        try:
+        with LocalFile.open_regular(expect_inside(folder, folder / name)) as file:
             for key, chunk in _chunks_of(file, number).items():
                 chunks.setdefault(key, []).append(chunk)
-        finally:
-            file.close()
     found.tensors = {key: _join_chunks(folder, key, several) for key, several in chunks.items()}
     check_tiling(str(folder), [*found.tensors.values()])
     return found
@@ -344,37 +295,22 @@ _Chunk = tuple[str, tuple[int, ...], tuple[int, ...], ItemPlace]
 
 
 def _chunks_of(file: LocalFile, number: int) -> dict[str, _Chunk]:
-    header = read_header(file)
-    sharding = _sharding(file)
+    specs, _, metadata = read_header(file, what=file.name)
+    text = metadata.get(_SHARDING) if isinstance(metadata, dict) else None
+    if type(text) is not str:
+        raise FormatError(f"{file.name}: no {_SHARDING}, which torch's writer of shards adds")
+    sharding = strictjson.loads(
+        text.encode(), what=file.name, max_nbytes=MAX_HEADER_NBYTES, max_values=2_000_000
+    )
     found: dict[str, _Chunk] = {}
-    for key, (dtype, sizes, _) in header.items():
-        said = sharding.get(key)
+    for key, spec in specs.items():
+        said = sharding.get(key) if isinstance(sharding, dict) else None
         offsets = said.get(_OFFSETS) if isinstance(said, dict) else None
-        if type(offsets) is not list or len(offsets) != len(sizes):
+        if type(offsets) is not list or len(offsets) != len(spec.shape):
             raise FormatError(f"{file.name}: does not say where {key!r:.200} belongs")
         if any(type(one) is not int or not 0 <= one < _MAX_INT for one in offsets):
             raise FormatError(f"{file.name}: {key!r:.200}: offsets that are none")
-        nbytes = int(np.prod(sizes, dtype=object)) * ITEM_NBYTES[dtype]
-        found[key] = dtype, tuple(offsets), sizes, ItemPlace(number, 0, nbytes)
-    return found
-
-
-def _sharding(file: LocalFile) -> Mapping[str, Any]:
-    length = header_nbytes(file.read(0, 8), file_nbytes=file.nbytes, what=file.name)
-    entries = _parsed(file, file.read(8, length - 8))
-    beside = entries.get(HEADER_METADATA)
-    text = beside.get(_SHARDING) if isinstance(beside, dict) else None
-    if type(text) is not str:
-        raise FormatError(f"{file.name}: no {_SHARDING}, which torch's writer of shards adds")
-    return _parsed(file, text.encode())
-
-
-def _parsed(file: LocalFile, text: bytes) -> Mapping[str, Any]:
-    found = strictjson.loads(
-        text, what=file.name, max_nbytes=MAX_HEADER_NBYTES, max_values=2_000_000
-    )
-    if not isinstance(found, dict):
-        raise FormatError(f"{file.name}: the header is not an object")
+        found[key] = spec.dtype, tuple(offsets), spec.shape, ItemPlace(number, 0, spec.nbytes)
     return found
 
 

@@ -87,15 +87,12 @@ class FolderMetadata:
 
 def read_metadata(path: Path) -> FolderMetadata:
     """Read the `.metadata` of a folder, and check all of it."""
-    file = LocalFile.open_regular(path)
-    try:
+    with LocalFile.open_regular(path) as file:
         if file.nbytes > MAX_NBYTES:
             raise LimitExceeded(f"{path}: {file.nbytes:,} bytes; at most {MAX_NBYTES:,} are read")
         # As many items as a checkpoint with 100,000 chunks has, each of some 60 operations.
         budget = PickleBudget(operations=12_000_000, nbytes=192 << 20)
         root = read_pickle(file, budget=budget, records=_RECORDS)
-    finally:
-        file.close()
     return _Checked(str(path), root).found
 
 

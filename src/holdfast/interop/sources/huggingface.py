@@ -18,8 +18,8 @@ from holdfast.errors import FormatError
 from holdfast.format import strictjson
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.files import LocalFile
-from holdfast.interop.source import LeftOut, Source, SourceComponent
+from holdfast.interop.files import LocalFile, read_small_file
+from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_none_wrong
 from holdfast.interop.sources.safetensors import METADATA, MODEL
 
 FILES = "files"
@@ -33,7 +33,6 @@ MAX_CARRIED_NBYTES = 64 << 20
 MAX_SHARDS = 2_000
 _MAX_INDEX_NBYTES = 64 << 20
 _MAX_INDEX_VALUES = 2_000_000
-_MAX_NAMED = 10
 
 _MODELS = ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
 _ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -73,12 +72,9 @@ class HuggingFaceFolder(Source):
         self._texts: dict[str, Any] = {}
         self.parts: dict[str, SourceComponent] = {}
         self.left_out: list[LeftOut] = []
-        try:
+        with self.closing_on_error():
             used = self._add_weights(path, open_file)
             self._add_files(path, used.union(without))
-        except BaseException:
-            self.close()
-            raise
 
     def _add_weights(self, folder: Path, open_file: Callable[[str], Source]) -> set[str]:
         """Add the parts of weights; return the names of the files that they use."""
@@ -185,7 +181,7 @@ def _owners(what: str, trees: Mapping[str, Mapping[str, Any]]) -> dict[str, str]
             if name in owners:
                 wrong.append(f"{name!r} is in {owners[name]} and in {file}")
             owners.setdefault(name, file)
-    _raise_if_wrong(what, wrong)
+    expect_none_wrong(what, wrong)
     return owners
 
 
@@ -196,13 +192,7 @@ def _check_index(what: str, index: Mapping[str, str], owners: Mapping[str, str])
     wrong += [
         f"{name!r} in {file} is not listed" for name, file in owners.items() if name not in index
     ]
-    _raise_if_wrong(what, wrong)
-
-
-def _raise_if_wrong(what: str, wrong: Sequence[str]) -> None:
-    if wrong:
-        more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
-        raise FormatError(f"{what}: {'; '.join(wrong[:_MAX_NAMED])}{more}")
+    expect_none_wrong(what, wrong)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -219,11 +209,11 @@ def _read_index(path: Path) -> dict[str, str]:
         for name in files
         if not _is_weights_name(name)
     ]
-    _raise_if_wrong(f"{path}", outside)
+    expect_none_wrong(f"{path}", outside)
     if len(files) > MAX_SHARDS:
         raise FormatError(f"{path}: names {len(files):,} files; at most {MAX_SHARDS:,} are read")
     missing = [f"{name} is missing" for name in files if not (path.parent / name).is_file()]
-    _raise_if_wrong(f"{path}", missing)
+    expect_none_wrong(f"{path}", missing)
     return found
 
 
@@ -244,13 +234,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
 
 
 def _read_json(path: Path, max_nbytes: int) -> Any:
-    file = LocalFile.open_regular(path)
-    try:
-        if file.nbytes > max_nbytes:
-            raise FormatError(f"{path}: {file.nbytes:,} bytes; at most {max_nbytes:,} are read")
-        data = file.read(0, file.nbytes)
-    finally:
-        file.close()
+    data = read_small_file(path, max_nbytes)
     return strictjson.loads(
         data, what=str(path), max_nbytes=max_nbytes, max_values=_MAX_INDEX_VALUES
     )

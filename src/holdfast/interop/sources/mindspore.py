@@ -18,7 +18,7 @@ from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorSpec, check_shape
 from holdfast.interop.files import LocalFile, first_bytes
 from holdfast.interop.pickles.budget import LIFTED, bound
-from holdfast.interop.source import LeftOut, Source, SourceComponent
+from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_none_wrong
 from holdfast.interop.sources.mindspore_cipher import DecryptedFile, cipher_of
 from holdfast.interop.sources.safetensors import MODEL
 
@@ -29,7 +29,6 @@ MAX_VALUES = 50_000
 """Most tensors, slices counted, of a file."""
 MAX_NAME_NBYTES = 4_096
 _MAX_TEXT_NBYTES = 1 << 20
-_MAX_NAMED = 10
 
 _DTYPES = {
     "Bool": "BOOL",
@@ -101,14 +100,11 @@ class MindSporeFile(Source):
         self.left_out: list[LeftOut] = []
         self._file: LocalFile | DecryptedFile = LocalFile.open_regular(path)
         self._lock = threading.Lock()
-        try:
+        with self.closing_on_error():
             self._file = self._decrypted(key)
             self._checksum, stop = self._trailer()
             values = self._values(stop)
             self.parts = self._make_components(values)
-        except BaseException:
-            self.close()
-            raise
 
     def _decrypted(self, key: bytes | None) -> LocalFile | DecryptedFile:
         """Return the file, or what it is after decryption."""
@@ -156,7 +152,7 @@ class MindSporeFile(Source):
                 found[name].places += value.places
             last = name
         self.left_out += [LeftOut(name, "a map of parameters", MODEL) for name in sorted(maps)]
-        self._raise_if_wrong([f"{name!r} is there twice" for name in twice])
+        expect_none_wrong(self.url, [f"{name!r} is there twice" for name in twice])
         return found
 
     def _read_entry_name(self, wire: Wire, entry: Field) -> tuple[str, Field | None]:
@@ -196,12 +192,13 @@ class MindSporeFile(Source):
     def _make_components(self, values: dict[str, _Value]) -> dict[str, SourceComponent]:
         texts = {name: self._read_text(name, one) for name, one in _texts_of(values)}
         tensors = {name: one for name, one in values.items() if one.dtype != "str"}
-        self._raise_if_wrong(
+        expect_none_wrong(
+            self.url,
             [
                 f"{name!r} has the type {one.dtype[:64]!r}, which cannot be expressed"
                 for name, one in tensors.items()
                 if one.dtype not in _DTYPES
-            ]
+            ],
         )
         specs = {name: self._spec(name, one) for name, one in tensors.items()}
         self._places = {name: _Slices.from_places(one.places) for name, one in tensors.items()}
@@ -246,11 +243,6 @@ class MindSporeFile(Source):
         data = self._file.read(*self._places["step_num"].first)
         step = int.from_bytes(data, "little", signed=True)
         return step if step >= 0 else None
-
-    def _raise_if_wrong(self, wrong: Sequence[str]) -> None:
-        if wrong:
-            more = f"; and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
-            raise FormatError(f"{self.url}: {'; '.join(wrong[:_MAX_NAMED])}{more}")
 
     @override
     def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:

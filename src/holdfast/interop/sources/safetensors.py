@@ -52,11 +52,8 @@ class SafetensorsFile(Source):
         """Read the header. With an open `file`, the path is only for messages."""
         self.url = str(path)
         self._file = file or LocalFile.open_regular(Path(path))
-        try:
-            specs, self._starts, metadata = self._read_header()
-        except BaseException:
-            self.close()
-            raise
+        with self.closing_on_error():
+            self._starts, specs, metadata = self._read_specs()
         tree = {key: TensorRef(key) for key in specs}
         tree |= {other: TensorRef(key) for other, key in _tied(metadata, specs).items()}
         left = {name: text for name, text in metadata.items() if name not in tree}
@@ -67,19 +64,11 @@ class SafetensorsFile(Source):
         if left:
             self.parts[METADATA] = SourceComponent(kind="tree", tree=left, specs={})
 
-    def _read_header(self) -> tuple[dict[str, TensorSpec], dict[str, int], dict[str, str]]:
-        """Return the tensors in the order of their bytes, where each begins, and the metadata."""
-        nbytes = self._file.nbytes
-        first = self._file.read(0, min(8, nbytes))
-        length = header_nbytes(first, file_nbytes=nbytes, what=self.url)
-        places, metadata = parse_header_and_metadata(
-            self._file.read(0, length), file_nbytes=nbytes, what=self.url
-        )
-        specs = {
-            key: TensorSpec(key, *from_header(dtype, shape))
-            for key, (dtype, shape, _, _) in sorted(places.items(), key=lambda one: one[1][2])
-        }
-        return specs, {key: places[key][2] for key in specs}, _texts(metadata, self.url)
+    def _read_specs(self) -> tuple[dict[str, int], dict[str, TensorSpec], dict[str, str]]:
+        """Return where tensors begin, and their specs in the order of their bytes; metadata."""
+        specs, starts, metadata = read_header(self._file, what=self.url)
+        in_order = {key: specs[key] for key in sorted(specs, key=starts.__getitem__)}
+        return starts, in_order, _texts(metadata, self.url)
 
     @override
     def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
@@ -88,6 +77,21 @@ class SafetensorsFile(Source):
     @override
     def close(self) -> None:
         self._file.close()
+
+
+def read_header(
+    file: ReadableFile, *, what: str
+) -> tuple[dict[str, TensorSpec], dict[str, int], Any]:
+    """Return the tensors of a file, where the bytes of each begin, and the unchecked metadata."""
+    length = header_nbytes(file.read(0, min(8, file.nbytes)), file_nbytes=file.nbytes, what=what)
+    places, metadata = parse_header_and_metadata(
+        file.read(0, length), file_nbytes=file.nbytes, what=what
+    )
+    specs = {
+        key: TensorSpec(key, *from_header(dtype, shape))
+        for key, (dtype, shape, _, _) in places.items()
+    }
+    return specs, {key: start for key, (_, _, start, _) in places.items()}, metadata
 
 
 def _tied(metadata: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> dict[str, str]:

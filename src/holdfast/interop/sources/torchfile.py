@@ -6,6 +6,7 @@ Storages stay in the file, and their bytes are read where they lie. Nothing in t
 from __future__ import annotations
 
 import io
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,16 +14,22 @@ from typing import Any, TypeAlias
 from typing_extensions import override
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded
-from holdfast.format.tensors import ITEM_NBYTES
+from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.boxes import gather_strided, is_row_major
 from holdfast.interop.files import LocalFile, ReadableFile, first_bytes
 from holdfast.interop.layouts import ComponentLayout, file_layout
 from holdfast.interop.pickles.budget import PickleBudget
 from holdfast.interop.pickles.machine import Constructor, Machine
 from holdfast.interop.pickles.names import CONSTANTS, CONSTRUCTORS, SETTERS, checked_device
-from holdfast.interop.pickles.parts import Converted, NothingKept, check_claims, convert
+from holdfast.interop.pickles.parts import (
+    Converted,
+    NothingKept,
+    TensorLocation,
+    check_claims,
+    convert,
+)
 from holdfast.interop.pickles.values import Refusal, Span, Storage, StorageKind
-from holdfast.interop.source import LeftOut, Source, SourceComponent
+from holdfast.interop.source import Source, SourceComponent
 from holdfast.interop.sources.zips import Member, MemberCrc, Zip
 
 _ZIP = b"PK\x03\x04"
@@ -40,11 +47,8 @@ def recognises(path: Path) -> bool:
     first = first_bytes(path, len(_LEGACY))
     if not first:
         return False
-    file = LocalFile.open_regular(path)
-    try:
+    with LocalFile.open_regular(path) as file:
         return begins(first, file, path.suffix)
-    finally:
-        file.close()
 
 
 def begins(first: bytes, file: ReadableFile, suffix: str) -> bool:
@@ -86,7 +90,83 @@ def read_saved(file: ReadableFile, budget: PickleBudget) -> Any:
     return _Reader(file, budget).root()
 
 
-class TorchFile(Source):
+class ConvertedSource(Source):
+    """A source whose components are made of descriptions of pickled values."""
+
+    _keeps_empty = True
+    """Whether a component stays of which everything is left out."""
+
+    def _convert(self, found: ComponentLayout) -> None:
+        """Set the components to those that a layout has."""
+        self.format, self.step = found.format, found.step
+        self._converted: dict[str, Converted] = {}
+        left_out = [*found.left_out]
+        problem = FormatError(f"{self.url}: holds nothing that can be read")
+        for name, one in found.components.items():
+            try:
+                made = convert(name, one, kind=found.kinds.get(name), where=found.paths.get(name))
+            except LimitExceeded as err:
+                raise LimitExceeded(f"{self.url}: {err}") from err
+            except NothingKept as err:
+                problem = FormatError(f"{self.url}: nothing of it can be carried over: {err}")
+                problem.__cause__ = err
+                left_out += err.left_out
+                continue
+            if made.part.tree or not made.left_out or self._keeps_empty:
+                self._converted[name] = made
+            left_out += made.left_out
+        if not self._converted and not found.may_be_empty:
+            raise problem
+        self.parts: Mapping[str, SourceComponent] = {
+            name: one.part for name, one in self._converted.items()
+        }
+        self.left_out = left_out
+
+    @override
+    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        one = self._converted[component]
+        spec = one.part.specs[key]
+        if start + memory.nbytes > spec.nbytes:
+            raise CorruptData(f"{self.url}: {key!r} has no byte {start + memory.nbytes:,}")
+        if memory.nbytes:
+            self._read_place(spec, one.places[key], start, memory.cast("B"))
+
+    @abstractmethod
+    def _read_place(
+        self, spec: TensorSpec, place: TensorLocation, start: int, memory: memoryview
+    ) -> None:
+        """Fill `memory` with a tensor's bytes from `start` on, all of which it has."""
+
+
+def gather_place(
+    file: ReadableFile | None,
+    spec: TensorSpec,
+    place: TensorLocation,
+    start: int,
+    memory: memoryview,
+) -> None:
+    """Fill `memory` with bytes of a tensor, which lie in a file or were in the pickle."""
+    data = place.data
+
+    def read(at: int, into: memoryview) -> None:
+        if isinstance(data, Span):
+            assert file is not None
+            file.read_into(data.start + at, into)
+        else:
+            into[:] = data[at : at + into.nbytes]
+
+    gather_strided(
+        read,
+        spec.shape,
+        place.strides,
+        offset=place.offset,
+        item_nbytes=ITEM_NBYTES[spec.dtype],
+        start=start,
+        memory=memory,
+    )
+
+
+class TorchFile(ConvertedSource):
     """A file of `torch.save`, or another pickle, as components; `layout` says which."""
 
     format = "torch"
@@ -101,11 +181,8 @@ class TorchFile(Source):
         """Read everything except tensors. With an open `file`, the path is only for messages."""
         self.url = str(path)
         self._file = file or LocalFile.open_regular(Path(path))
-        try:
+        with self.closing_on_error():
             self._read_layout(layout)
-        except BaseException:
-            self.close()
-            raise
 
     def _read_layout(self, layout: Layouts) -> None:
         reader = _Reader(self._file, PickleBudget())
@@ -115,78 +192,21 @@ class TorchFile(Source):
             found = layout(root)
         except FormatError as err:
             raise FormatError(f"{self.url}: {err}") from err
-        self.format = found.format
-        self.step = found.step
-        left_out = [*found.left_out]
-        self._converted = self._convert(found, left_out)
+        self._convert(found)
         check_claims(self._converted, file_nbytes=self._file.nbytes, what=self.url)
-        self.parts: Mapping[str, SourceComponent] = {
-            name: one.part for name, one in self._converted.items()
-        }
-        self.left_out = left_out
-
-    def _convert(self, found: ComponentLayout, left_out: list[LeftOut]) -> dict[str, Converted]:
-        converted = {}
-        problem: FormatError | None = None
-        for name, one in found.components.items():
-            try:
-                made = convert(name, one, kind=found.kinds.get(name), where=found.paths.get(name))
-            except LimitExceeded as err:
-                raise LimitExceeded(f"{self.url}: {err}") from err
-            except NothingKept as err:
-                problem = FormatError(f"{self.url}: nothing of it can be carried over: {err}")
-                problem.__cause__ = err
-                left_out += err.left_out
-                continue
-            converted[name] = made
-            left_out += made.left_out
-        if problem is not None and not converted and not found.may_be_empty:
-            raise problem
-        return converted
 
     @override
-    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
-        one = self._converted[component]
-        spec, place = one.part.specs[key], one.places[key]
-        if not memory.nbytes:
-            return
-        item_nbytes = ITEM_NBYTES[spec.dtype]
-        data = place.data
-        if isinstance(data, Span):
-            read, limit = self._make_reader(data.start), data.nbytes
-        else:
-            read, limit = _of_memory(data), len(data)
-        if start + memory.nbytes > spec.nbytes or limit < item_nbytes:
-            raise CorruptData(f"{self.url}: {key!r} has no byte {start + memory.nbytes:,}")
-        if is_row_major(spec.shape, place.strides):
-            position = place.offset * item_nbytes + start
-            read(position, memory.cast("B"))
-            if isinstance(data, Span) and (crc := self._crcs.get(data.start)):
-                crc.add_bytes(position, memory.cast("B"))
-        else:
-            gather_strided(
-                read,
-                spec.shape,
-                place.strides,
-                offset=place.offset,
-                item_nbytes=item_nbytes,
-                start=start,
-                memory=memory,
-            )
-
-    def _make_reader(self, begin: int) -> Callable[[int, memoryview], None]:
-        return lambda start, memory: self._file.read_into(begin + start, memory)
+    def _read_place(
+        self, spec: TensorSpec, place: TensorLocation, start: int, memory: memoryview
+    ) -> None:
+        gather_place(self._file, spec, place, start, memory)
+        crc = self._crcs.get(place.data.start) if isinstance(place.data, Span) else None
+        if crc is not None and is_row_major(spec.shape, place.strides):
+            crc.add_bytes(place.offset * ITEM_NBYTES[spec.dtype] + start, memory)
 
     @override
     def close(self) -> None:
         self._file.close()
-
-
-def _of_memory(data: bytes) -> Callable[[int, memoryview], None]:
-    def read(start: int, memory: memoryview) -> None:
-        memory[:] = data[start : start + memory.nbytes]
-
-    return read
 
 
 class _Reader:

@@ -19,7 +19,7 @@ from holdfast.errors import FormatError
 from holdfast.format import strictjson
 from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import TensorSpec
-from holdfast.interop.files import LocalFile
+from holdfast.interop.files import read_small_file
 from holdfast.interop.layouts import STATE_FILE, FolderLayout, folder_layout, make_layout
 from holdfast.interop.pickles.parts import convert
 from holdfast.interop.source import LeftOut, Source, SourceComponent
@@ -59,11 +59,8 @@ class TrainerFolder(Source):
         self.left_out: list[LeftOut] = []
         self._owners: dict[str, dict[str, tuple[Source, str]]] = {}
         self._stack = ExitStack()
-        try:
+        with self.closing_on_error():
             self._add_all(path, layout, open_file)
-        except BaseException:
-            self.close()
-            raise
 
     def _add_all(
         self, path: Path, layout: FolderLayout, open_file: Callable[[str], Source]
@@ -166,13 +163,7 @@ def _without_twins(names: Sequence[str], others: dict[str, str]) -> Sequence[str
 
 
 def _read_json(path: Path) -> Any:
-    file = LocalFile.open_regular(path)
-    try:
-        if file.nbytes > _MAX_STATE_NBYTES:
-            raise FormatError(f"{path}: more than {_MAX_STATE_NBYTES:,} bytes")
-        data = file.read(0, file.nbytes)
-    finally:
-        file.close()
+    data = read_small_file(path, _MAX_STATE_NBYTES)
     strictjson.check_limits(
         data, what=str(path), max_nbytes=_MAX_STATE_NBYTES, max_values=_MAX_STATE_VALUES
     )
