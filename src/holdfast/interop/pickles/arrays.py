@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS
-from holdfast.interop.pickles.machine import Constructor, Machine, Setter
+from holdfast.interop.pickles.machine import Args, Constructor, Machine, Setter
 from holdfast.interop.pickles.values import (
     ArrayValue,
     ByteArray,
@@ -42,7 +42,7 @@ _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _MAX_INT = 2**63 - 1
 
 
-def _make_dtype(machine: Machine, args: tuple[Any, ...]) -> NumpyDtype:
+def _make_dtype(machine: Machine, args: Args) -> NumpyDtype:
     code = args[0]
     if type(code) is not str or len(code) > 40:
         raise ValueError("no code of a dtype")
@@ -64,7 +64,7 @@ def _refusal(dtype: NumpyDtype) -> str:
     return ""
 
 
-def _reconstruct(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _reconstruct(machine: Machine, args: Args) -> Any:
     kind = args[0]
     if type(kind) is not Global:
         raise ValueError("no class of array")
@@ -112,7 +112,7 @@ def raw(machine: Machine, data: Any) -> bytes | Span:
     return data
 
 
-def _frombuffer(machine: Machine, args: tuple[Any, ...]) -> ArrayValue:
+def _frombuffer(machine: Machine, args: Args) -> ArrayValue:
     data, dtype, shape, order = args[:4]
     array = ArrayValue()
     machine.charge(160)
@@ -120,7 +120,7 @@ def _frombuffer(machine: Machine, args: tuple[Any, ...]) -> ArrayValue:
     return array
 
 
-def _scalar(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _scalar(machine: Machine, args: Args) -> Any:
     dtype, *rest = args
     if type(dtype) is not NumpyDtype:
         raise ValueError("no dtype")
@@ -136,7 +136,7 @@ def _scalar(machine: Machine, args: tuple[Any, ...]) -> Any:
     return np.frombuffer(data, np.dtype(f"<{dtype.code}"))[0]
 
 
-def _bit_generator(machine: Machine, args: tuple[Any, ...]) -> Generator:
+def _bit_generator(machine: Machine, args: Args) -> Generator:
     name = args[0] if args else "MT19937"
     plain = name.name.rpartition(".")[2] if type(name) is Global else name
     if plain not in _BIT_GENERATORS:
@@ -144,15 +144,15 @@ def _bit_generator(machine: Machine, args: tuple[Any, ...]) -> Generator:
     return Generator("numpy")
 
 
-def _wrap_generator(machine: Machine, args: tuple[Any, ...]) -> Generator:
+def _wrap_generator(machine: Machine, args: Args) -> Generator:
     return _wrapped("numpy", args)
 
 
-def _random_state(machine: Machine, args: tuple[Any, ...]) -> Generator:
+def _random_state(machine: Machine, args: Args) -> Generator:
     return _wrapped("numpy-legacy", args)
 
 
-def _wrapped(kind: str, args: tuple[Any, ...]) -> Generator:
+def _wrapped(kind: str, args: Args) -> Generator:
     """Describe a generator; numpy 1 gives only the name of its bit generator, and a state."""
     bits = args[0] if args else "MT19937"
     if isinstance(bits, Generator):
@@ -176,7 +176,7 @@ def _set_numpy_generator(machine: Machine, target: Generator, state: Any) -> Non
         target.members["seed_seq"] = seeds.members
 
 
-def _seeds(machine: Machine, args: tuple[Any, ...]) -> Seeds:
+def _seeds(machine: Machine, args: Args) -> Seeds:
     return Seeds()
 
 

@@ -36,10 +36,12 @@ from holdfast.interop.pickles.values import (
     Unknown,
 )
 
-Constructor: TypeAlias = Callable[["Machine", tuple[Any, ...]], Any]
+Constructor: TypeAlias = Callable[["Machine", "Args"], Any]
 """Makes a description from the arguments of a call. Raises ValueError for wrong arguments."""
 Setter: TypeAlias = Callable[["Machine", Any, Any], None]
 """Gives a description the state that a pickle restores. Raises ValueError for a wrong one."""
+Args: TypeAlias = tuple[Any, ...]
+"""Arguments of a call."""
 
 _MALFORMED = (
     *(ValueError, IndexError, TypeError, OverflowError, AttributeError, struct.error),
@@ -153,6 +155,7 @@ class Machine(pickle._Unpickler):
         return data
 
     def readline(self) -> bytes:
+        """Read a line, which is charged for."""
         line = self._file.readline(_MAX_LINE)
         if line[-1:] != b"\n":
             raise CorruptData("the pickle ends inside a line, or has a line that is too long")
@@ -160,6 +163,7 @@ class Machine(pickle._Unpickler):
         return line
 
     def pop_mark(self) -> list[Any]:
+        """Return what was pushed since the last mark."""
         items = self.stack
         self.stack = self.metastack.pop()
         self.append = self.stack.append
@@ -220,10 +224,10 @@ class Machine(pickle._Unpickler):
 
     # Operations that the standard library would not check, or would carry out.
 
-    def load_frame(self) -> None:
+    def _load_frame(self) -> None:
         self.read(8)
 
-    def load_int(self) -> None:
+    def _load_int(self) -> None:
         digits = self.readline()[:-1].removesuffix(b"L")
         if len(digits) > 4097:
             raise LimitExceeded("an integer of more than 4,096 digits")
@@ -231,31 +235,31 @@ class Machine(pickle._Unpickler):
         value = _BOOLEANS.get(digits)
         self.append(int(digits) if value is None else value)
 
-    load_long = load_int
+    _load_long = _load_int
 
-    def load_long4(self) -> None:
+    def _load_long4(self) -> None:
         count = int.from_bytes(self.read(4), "little")
         if count > MAX_INT_NBYTES:
             raise LimitExceeded(f"an integer of {count:,} bytes; at most {MAX_INT_NBYTES:,} may be")
         self.charge(8 * count)  # writing it as text takes quadratic time
         self.append(pickle.decode_long(self.read(count)))
 
-    def load_float(self) -> None:
+    def _load_float(self) -> None:
         line = self.readline()
         if len(line) > 400:  # longer than any that Python writes
             raise LimitExceeded("a number of more than 400 characters")
         self.append(float(line))
 
-    def load_short_binbytes(self) -> None:
+    def _load_short_binbytes(self) -> None:
         self._push_bytes(1)
 
-    def load_binbytes(self) -> None:
+    def _load_binbytes(self) -> None:
         self._push_bytes(4)
 
-    def load_binbytes8(self) -> None:
+    def _load_binbytes8(self) -> None:
         self._push_bytes(8)
 
-    def load_bytearray8(self) -> None:
+    def _load_bytearray8(self) -> None:
         self._push_bytes(8, is_mutable=True)
 
     def _push_bytes(self, count_nbytes: int, *, is_mutable: bool = False) -> None:
@@ -271,22 +275,22 @@ class Machine(pickle._Unpickler):
         self.read(1)
         self.append(Span(start, count, is_mutable))
 
-    def load_put(self) -> None:
+    def _load_put(self) -> None:
         self.memo[int(self.readline()[:20])] = self.stack[-1]
 
-    def load_get(self) -> None:
+    def _load_get(self) -> None:
         self.append(self.memo[int(self.readline()[:20])])
 
-    def load_dict(self) -> None:
+    def _load_dict(self) -> None:
         items = self.pop_mark()
         self.append({})
         self._set_items(items)
 
-    def load_setitem(self) -> None:
+    def _load_setitem(self) -> None:
         value = self.stack.pop()
         self._set_items([self.stack.pop(), value])
 
-    def load_setitems(self) -> None:
+    def _load_setitems(self) -> None:
         self._set_items(self.pop_mark())
 
     def _set_items(self, items: list[Any]) -> None:
@@ -298,10 +302,10 @@ class Machine(pickle._Unpickler):
         keys = self.checked_keys(items[::2], cost=110)
         target.update(zip(keys, items[1::2], strict=True))
 
-    def load_append(self) -> None:
+    def _load_append(self) -> None:
         self._extend([self.stack.pop()])
 
-    def load_appends(self) -> None:
+    def _load_appends(self) -> None:
         self._extend(self.pop_mark())
 
     def _extend(self, items: list[Any]) -> None:
@@ -311,11 +315,11 @@ class Machine(pickle._Unpickler):
         elif not isinstance(target, Unknown):
             raise FormatError(f"appends to a {type(target).__name__}")
 
-    def load_frozenset(self) -> None:
+    def _load_frozenset(self) -> None:
         items = self.pop_mark()  # which replaces the stack, and `append`
         self.append(frozenset(self.checked_keys(items, cost=120)))
 
-    def load_additems(self) -> None:
+    def _load_additems(self) -> None:
         items = self.pop_mark()
         target = self.stack[-1]
         if type(target) is set:
@@ -338,13 +342,13 @@ class Machine(pickle._Unpickler):
             _check_key(key, MAX_KEY_VALUES)
         return keys
 
-    def load_reduce(self) -> None:
+    def _load_reduce(self) -> None:
         args = self.stack.pop()
         self.append(self.describe_call(self.stack.pop(), args))
 
-    load_newobj = load_reduce  # of a class and a tuple, which is all that a call is here
+    _load_newobj = _load_reduce  # of a class and a tuple, which is all that a call is here
 
-    def load_newobj_ex(self) -> None:
+    def _load_newobj_ex(self) -> None:
         named = self.stack.pop()
         args = self.stack.pop()
         callee = self.stack.pop()
@@ -356,7 +360,7 @@ class Machine(pickle._Unpickler):
         else:
             self.append(self.describe_call(callee, args))
 
-    def load_build(self) -> None:
+    def _load_build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, Unknown):
@@ -424,8 +428,9 @@ _COSTS: Mapping[int, int] = {
 }
 """Operations that are known → memory that each takes, without its items and the bytes of texts."""
 _OPERATIONS: dict[bytes, tuple[Callable[[Machine], None], int]] = {
-    bytes([code]): (getattr(Machine, pickle._Unpickler.dispatch[code].__name__), cost)
+    bytes([code]): (getattr(Machine, f"_{name}", None) or getattr(Machine, name), cost)
     for code, cost in _COSTS.items()
+    for name in [pickle._Unpickler.dispatch[code].__name__]
 }
 _EXTENSION = "uses copyreg's extension registry, which stands for names that the file does not tell"
 _REFUSED: dict[bytes, str] = {

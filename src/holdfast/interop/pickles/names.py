@@ -16,7 +16,7 @@ import numpy as np
 from holdfast.format.nodes import DeviceName, DtypeName, EnumValue, SizeTuple, is_device
 from holdfast.format.tensors import INDEX_NAMES, ITEM_NBYTES, MAX_DIMS
 from holdfast.interop.pickles.arrays import ARRAY_NAMES, ARRAY_SETTERS
-from holdfast.interop.pickles.machine import Constructor, Machine, Setter
+from holdfast.interop.pickles.machine import Args, Constructor, Machine, Setter
 from holdfast.interop.pickles.values import (
     ArrayValue,
     ByteArray,
@@ -85,9 +85,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def _rebuild_tensor_v2(
-    machine: Machine, args: tuple[Any, ...], dtype: DtypeName | None = None
-) -> Any:
+def _rebuild_tensor_v2(machine: Machine, args: Args, dtype: DtypeName | None = None) -> Any:
     """`_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
     storage, offset, size, stride, *more = args
     if type(storage) is Refusal:
@@ -120,7 +118,7 @@ def _check_inside(
         raise ValueError(f"a tensor that reaches beyond its storage of {storage.nbytes:,} bytes")
 
 
-def _rebuild_tensor_v3(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _rebuild_tensor_v3(machine: Machine, args: Args) -> Any:
     """The same with a dtype: `…, requires_grad, hooks, dtype[, metadata]`."""
     *first, dtype = args[:7]
     if type(dtype) is not DtypeName or len(args) < 7:
@@ -128,7 +126,7 @@ def _rebuild_tensor_v3(machine: Machine, args: tuple[Any, ...]) -> Any:
     return _rebuild_tensor_v2(machine, (*first, *args[7:]), dtype)
 
 
-def _rebuild_parameter(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _rebuild_parameter(machine: Machine, args: Args) -> Any:
     data, requires_grad, *_ = args
     if type(data) is not TensorView:
         return _passed_on(data)
@@ -142,7 +140,7 @@ def _passed_on(value: Any) -> Any:
     return value
 
 
-def _rebuild_from_type(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _rebuild_from_type(machine: Machine, args: Args) -> Any:
     """`_rebuild_from_type_v2(function, type, args, state)`: a subclass, or one with attributes."""
     function, kind, inner, *_ = args
     plain = ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
@@ -160,21 +158,21 @@ def _refuse_tensor(why: str) -> Constructor:
 # Other values of torch.
 
 
-def _torch_size(machine: Machine, args: tuple[Any, ...]) -> SizeTuple:
+def _torch_size(machine: Machine, args: Args) -> SizeTuple:
     (dims,) = args or ((),)
     sizes = _sizes(dims)
     machine.charge(64 + 32 * len(sizes))
     return SizeTuple(sizes)
 
 
-def _torch_version(machine: Machine, args: tuple[Any, ...]) -> str:
+def _torch_version(machine: Machine, args: Args) -> str:
     (text,) = args
     if type(text) is not str:
         raise ValueError("no text")
     return text
 
 
-def _build_device(machine: Machine, args: tuple[Any, ...]) -> DeviceName:
+def _build_device(machine: Machine, args: Args) -> DeviceName:
     name = ":".join(str(part) for part in args[:2] if type(part) in (str, int))
     return DeviceName(checked_device(name))
 
@@ -186,14 +184,14 @@ def checked_device(name: Any) -> str:
     return name
 
 
-def _torch_generator(machine: Machine, args: tuple[Any, ...]) -> Generator:
+def _torch_generator(machine: Machine, args: Args) -> Generator:
     (device,) = args
     if type(device) is not DeviceName:
         raise ValueError("no device")
     return Generator("torch", {"device": device.name})
 
 
-def _python_random(machine: Machine, args: tuple[Any, ...]) -> Generator:
+def _python_random(machine: Machine, args: Args) -> Generator:
     return Generator("python")
 
 
@@ -225,7 +223,7 @@ def python_state(state: Any) -> dict[str, Any]:
 # Plain values.
 
 
-def _items(machine: Machine, args: tuple[Any, ...], items: dict[Any, Any]) -> Any:
+def _items(machine: Machine, args: Args, items: dict[Any, Any]) -> Any:
     if len(args) > 1:
         raise ValueError("more than one argument")
     source = args[0] if args else {}
@@ -240,23 +238,23 @@ def _items(machine: Machine, args: tuple[Any, ...], items: dict[Any, Any]) -> An
     return items
 
 
-def _ordered(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _ordered(machine: Machine, args: Args) -> Any:
     return _items(machine, args, OrderedItems())
 
 
-def _counter(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _counter(machine: Machine, args: Args) -> Any:
     return _items(machine, args, CountedItems())
 
 
-def _default(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _default(machine: Machine, args: Args) -> Any:
     return _items(machine, args[1:], DefaultItems())
 
 
-def _plain_dict(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _plain_dict(machine: Machine, args: Args) -> Any:
     return _items(machine, args, {})
 
 
-def _namespace(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _namespace(machine: Machine, args: Args) -> Any:
     return NamespaceItems()
 
 
@@ -265,7 +263,7 @@ def _set_namespace(machine: Machine, target: NamespaceItems, state: Any) -> None
 
 
 def _collection(kind: type) -> Constructor:
-    def make(machine: Machine, args: tuple[Any, ...]) -> Any:
+    def make(machine: Machine, args: Args) -> Any:
         (source,) = args or ((),)
         if not isinstance(source, list | tuple | set | frozenset):
             raise ValueError("no collection")
@@ -277,7 +275,7 @@ def _collection(kind: type) -> Constructor:
     return make
 
 
-def _encoded(machine: Machine, args: tuple[Any, ...]) -> bytes:
+def _encoded(machine: Machine, args: Args) -> bytes:
     """`_codecs.encode(text, "latin1")`, which stands for bytes before protocol 3."""
     text, encoding = args
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
@@ -286,7 +284,7 @@ def _encoded(machine: Machine, args: tuple[Any, ...]) -> bytes:
     return text.encode("latin-1")
 
 
-def _bytes(machine: Machine, args: tuple[Any, ...]) -> bytes:
+def _bytes(machine: Machine, args: Args) -> bytes:
     if len(args) == 2:
         return _encoded(machine, args)
     if args not in ((), ("",)):
@@ -294,21 +292,21 @@ def _bytes(machine: Machine, args: tuple[Any, ...]) -> bytes:
     return b""
 
 
-def _bytearray(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _bytearray(machine: Machine, args: Args) -> Any:
     if args and isinstance(args[0], Span):
         return Span(args[0].start, args[0].nbytes, is_mutable=True)
     data = args[0] if len(args) == 1 and type(args[0]) is bytes else _bytes(machine, args)
     return ByteArray(data)
 
 
-def _timedelta(machine: Machine, args: tuple[Any, ...]) -> datetime.timedelta:
+def _timedelta(machine: Machine, args: Args) -> datetime.timedelta:
     days, seconds, microseconds = args
     if {type(part) for part in args} != {int}:
         raise ValueError("not three integers")
     return datetime.timedelta(days, seconds, microseconds)
 
 
-def _datetime(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _datetime(machine: Machine, args: Args) -> Any:
     raw, *zone = args
     if type(raw) is str:
         raw = raw.encode("latin-1")
@@ -325,14 +323,14 @@ def _datetime(machine: Machine, args: tuple[Any, ...]) -> Any:
     return datetime.datetime(year, month, day, hour, minute, second, microsecond, tzinfo)
 
 
-def _timezone(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _timezone(machine: Machine, args: Args) -> Any:
     offset, *name = args
     if type(offset) is not datetime.timedelta:
         raise ValueError("no offset")
     return Refusal("a time zone with a name of its own") if name else datetime.timezone(offset)
 
 
-def _build_path(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _build_path(machine: Machine, args: Args) -> Any:
     machine.charge(200 + 100 * len(args))
     if any(type(part) is not str for part in args):
         raise ValueError("not parts of a path")
@@ -340,12 +338,12 @@ def _build_path(machine: Machine, args: tuple[Any, ...]) -> Any:
     return pathlib.Path(*args)
 
 
-def _windows_path(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _windows_path(machine: Machine, args: Args) -> Any:
     _build_path(machine, args)
     return pathlib.Path(pathlib.PureWindowsPath(*args).as_posix())
 
 
-def _member(machine: Machine, args: tuple[Any, ...]) -> Any:
+def _member(machine: Machine, args: Args) -> Any:
     """`getattr(Class, "NAME")`, which is how Python writes some members of enumerations."""
     target, name = args
     if type(target) is not Global or type(name) is not str:
