@@ -1,36 +1,29 @@
 """Imports folders that `dcp.save` wrote as checkpoints, and exports checkpoints as such folders.
 
-Nothing in a folder is trusted: its `.metadata` is a pickle, of which only the classes of DCP's
-metadata are read, and its tensors are read as torch reads weights.
+Nothing in a folder is trusted: it is read by the readers of files of other libraries, and values
+that are no tensors as torch reads weights.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import pathlib
-import pickle
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
@@ -39,19 +32,26 @@ from typing_extensions import override
 
 from holdfast.arguments import check_arguments
 from holdfast.errors import FormatError, StoreError, UnsupportedState, UsageError
-from holdfast.interop.dcp.reader import HoldfastReader, StoredState, refuse_pickles
+from holdfast.interop.dcp.reader import (
+    HoldfastReader,
+    StoredState,
+    refuse_pickles,
+    tensor_metadata,
+    whole_metadata,
+)
 from holdfast.interop.dcp.writer import HoldfastWriter
 from holdfast.interop.exporting.torchfile import PlacedTensor, Values
+from holdfast.interop.pickles.budget import trusting
 from holdfast.interop.reading import read_whole
 from holdfast.interop.source import Source
+from holdfast.interop.sources.dcpchunks import Chunks, FolderFiles
+from holdfast.interop.sources.dcpmetadata import METADATA, read_metadata
 from holdfast.keys import Encryption
 from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.shards import Box
 from holdfast.store.base import Store
 
-METADATA = ".metadata"
-MAX_METADATA_NBYTES = 1 << 30
 AHEAD_NBYTES = 32 << 20
 """Most bytes of tensors that an export reads at a time, unless one tensor has more."""
 
@@ -84,6 +84,7 @@ def import_folder(
         results = writer.write_data(central, planner).value()
         writer.finish(source.metadata, [results])
     finally:
+        source.close_files()
         writer.close()
     store, entry = writer.saved()
     return build_checkpoint(store, entry)
@@ -170,7 +171,7 @@ def _write_items(metadata: Metadata) -> Iterator[WriteItem]:
             )
 
 
-class _Planner(SavePlanner):
+class _Planner(DefaultSavePlanner):
     """DCP planner that saves a state read from elsewhere, a few items at a time."""
 
     def __init__(
@@ -180,6 +181,7 @@ class _Planner(SavePlanner):
         *,
         ahead_nbytes: int,
     ) -> None:
+        super().__init__()
         self._source = source
         self._write_items = [item for item in write_items if item.tensor_data is not None]
         self._positions = {item.index: place for place, item in enumerate(self._write_items)}
@@ -210,22 +212,6 @@ class _Planner(SavePlanner):
         found = {name: iter(tensors) for name, tensors in self._source.read_boxes(wanted).items()}
         self._read = {item.index: next(found[item.index.fqn]) for item in some}
 
-    @override
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("the plan is made without it")
-
-    @override
-    def create_local_plan(self) -> SavePlan:
-        raise AssertionError("the plan is made without it")
-
-    @override
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        raise AssertionError("the plan is made without it")
-
-    @override
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        raise AssertionError("the plan is made without it")
-
 
 def _box(write_item: WriteItem) -> Box:
     assert write_item.tensor_data is not None, "an item of a tensor"
@@ -234,180 +220,60 @@ def _box(write_item: WriteItem) -> Box:
 
 
 class DcpFolder:
-    """A folder that DCP has written, with its metadata checked."""
+    """A folder that DCP has written, with its metadata checked. Nothing in it is run."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.metadata = read_metadata(folder / METADATA)
-        self._places: dict[MetadataIndex, _StorageInfo] = self.metadata.storage_data
+        path = folder / METADATA
+        if not path.is_file():
+            raise FormatError(f"{path}: is missing: not a folder that DCP has saved whole")
+        with trusting():
+            found = read_metadata(path)
+        if found.has_other_plan:
+            raise UsageError(
+                f"{path}: its planner keeps in it something else than the path of each item, as "
+                "DefaultSavePlanner does. It was not loaded; save with that planner"
+            )
+        lost = {name: tensor.refusal for name, tensor in found.tensors.items() if tensor.refusal}
+        if lost or found.unreadable:
+            raise UnsupportedState([*{**found.unreadable, **lost}.items()])
+        self._found, self._files = found, FolderFiles(folder, found.files)
+        for name, place in found.places():
+            self._files.check_item_place(name, place)
+        self._chunks = Chunks(self._files)
+        kinds = {
+            name: tensor_metadata(tensor.dtype, tensor.shape, tensor.boxes)
+            for name, tensor in found.tensors.items()
+        } | dict.fromkeys(found.values, _BYTES)
+        self.metadata = Metadata(
+            {name: kinds[name] for name in {**found.paths, **kinds} if name in kinds},
+            planner_data=found.paths or None,
+        )
 
     def read_boxes(self, wanted: dict[str, list[Box]]) -> dict[str, list[Tensor]]:
         """Read chunks of tensors as they were saved, by DCP's names."""
         return {
-            name: [self._load_tensor(MetadataIndex(name, box.offsets), box) for box in boxes]
-            for name, boxes in wanted.items()
+            name: [self._read_chunk(name, box) for box in boxes] for name, boxes in wanted.items()
         }
+
+    def _read_chunk(self, name: str, box: Box) -> Tensor:
+        tensor = self._found.tensors[name]
+        starts = tensor.boxes[:, 0].tolist()
+        number = starts.index([*box.offsets]) if tensor.shape else 0
+        made = torch.empty(box.sizes, dtype=TORCH_DTYPES[tensor.dtype])
+        if made.numel():
+            raw: Any = made.reshape(-1).view(torch.uint8).numpy()
+            self._chunks.read_chunk(tensor, number, 0, memoryview(raw))
+        return made
 
     def pickled(self, name: str) -> io.BytesIO:
         """Return the pickle of an item that is no tensor."""
-        return self._bytes(MetadataIndex(name))
+        place = self._found.values[name]
+        with self._files.open_numbered(place.file) as file:
+            return io.BytesIO(file.read(place.start, place.nbytes))
 
-    def _load_tensor(self, index: MetadataIndex, box: Box) -> Tensor:
-        try:
-            found = torch.load(self._bytes(index), map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-            raise FormatError(f"{self._folder}: {index.fqn!r}: no tensor: {error}") from error
-        if not isinstance(found, Tensor) or tuple(found.shape) != box.sizes:
-            raise FormatError(f"{self._folder}: {index.fqn!r}: not a tensor of {list(box.sizes)}")
-        return found
-
-    def _bytes(self, index: MetadataIndex) -> io.BytesIO:
-        place = self._places.get(index)
-        if place is None:
-            raise FormatError(f"{self._folder}: the metadata does not say where {index} is")
-        if getattr(place, "transform_descriptors", None):
-            raise UnsupportedState([(index.fqn, "was transformed by an extension of DCP")])
-        inside = os.path.realpath(self._folder)
-        path = os.path.realpath(os.path.join(inside, place.relative_path))
-        if os.path.commonpath([inside, path]) != inside:
-            raise FormatError(f"{self._folder}: {place.relative_path!r} leads out of it")
-        try:
-            with open(path, "rb") as file:
-                if file.seek(0, os.SEEK_END) < place.offset + place.length:
-                    raise FormatError(f"{path}: ends before {index.fqn!r} does")
-                file.seek(place.offset)
-                return io.BytesIO(file.read(place.length))
-        except OSError as error:
-            raise FormatError(f"{path}: cannot be read: {error}") from error
-
-
-def read_metadata(path: Path) -> Metadata:
-    """Read the metadata of a folder of DCP, and check it; runs no code in it."""
-    try:
-        if path.stat().st_size > MAX_METADATA_NBYTES:
-            raise FormatError(f"{path}: more than {MAX_METADATA_NBYTES:,} bytes")
-        data = path.read_bytes()
-    except OSError as error:
-        raise FormatError(f"{path}: not a folder that DCP has saved whole: {error}") from error
-    try:
-        metadata: Metadata = _MetadataUnpickler(io.BytesIO(data)).load()
-        _check_metadata_types(metadata)
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from error
-    except Exception as error:
-        raise FormatError(f"{path}: not the metadata of DCP: {error!r:.300}") from error
-    return metadata
-
-
-class _Properties:
-    """Stand-in for `TensorProperties`, whose state has more members in newer torch."""
-
-    dtype: torch.dtype
-
-
-class _Encoding(int):
-    """Stand-in for the enumeration of memory formats."""
-
-
-def _layout(name: str) -> str:
-    return name
-
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_RECORDS = (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-    _StorageInfo,
-)
-_KNOWN: dict[tuple[str, str], Any] = {
-    **{(kind.__module__, kind.__name__): kind for kind in _RECORDS},
-    (_METADATA, "TensorProperties"): _Properties,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _Encoding,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _layout,
-    ("collections", "OrderedDict"): OrderedDict,
-}
-
-
-class _MetadataUnpickler(pickle._Unpickler):
-    """Unpickler that accepts only DCP's metadata; Python's own, as its opcodes can be replaced."""
-
-    stack: list[Any]
-
-    def load_build(self) -> None:
-        """Set the members of a record, and of nothing else: a class would change for all."""
-        made, state = self.stack[-2:]
-        if type(made) is _Properties:
-            made.dtype = state["dtype"] if isinstance(state, dict) else state[0]
-        elif type(made) in _RECORDS and type(state) is dict:
-            made.__dict__.update(state)
-        else:
-            raise FormatError(f"it sets members of a {type(made).__name__}, which is no metadata")
-        self.stack.pop()
-
-    dispatch: ClassVar[dict[int, Any]] = {
-        **pickle._Unpickler.dispatch,
-        pickle.BUILD[0]: load_build,
-    }
-
-    @override
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "pathlib" or module.startswith("pathlib."):
-            if name.endswith("Path"):
-                return pathlib.PurePosixPath
-        elif module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        elif (module, name) in _KNOWN:
-            return _KNOWN[module, name]
-        raise FormatError(f"it holds {module}.{name}, which is no metadata, and was not loaded")
-
-
-def _check_metadata_types(metadata: Any) -> None:
-    """Check the types of all that is used of the metadata, and make its properties torch's own."""
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
-        raise FormatError("not the metadata of DCP")
-    places = metadata.storage_data
-    if not isinstance(places, dict) or not all(
-        isinstance(index, MetadataIndex) and isinstance(place, _StorageInfo)
-        for index, place in places.items()
-    ):
-        raise FormatError("does not say where its items are, as DCP's own writer does")
-    for place in places.values():
-        numbers = (place.offset, place.length)
-        if type(place.relative_path) is not str or not all(map(_is_natural, numbers)):
-            raise FormatError("an item without a place")
-    for name, found in metadata.state_dict_metadata.items():
-        if type(name) is not str or not isinstance(
-            found, TensorStorageMetadata | BytesStorageMetadata
-        ):
-            raise FormatError(f"{name!r:.80}: neither a tensor nor bytes")
-        if isinstance(found, TensorStorageMetadata):
-            _check_tensor(name, found)
-
-
-def _check_tensor(name: str, found: TensorStorageMetadata) -> None:
-    dtype = getattr(found.properties, "dtype", None)
-    chunks_are = isinstance(found.chunks, list) and all(
-        isinstance(chunk, ChunkStorageMetadata)
-        and all(
-            isinstance(of, torch.Size) and len(of) == len(found.size)
-            for of in (chunk.offsets, chunk.sizes)
-        )
-        for chunk in found.chunks
-    )
-    if not isinstance(dtype, torch.dtype) or not isinstance(found.size, torch.Size):
-        raise FormatError(f"{name!r:.80}: no dtype or no shape")
-    if not chunks_are:
-        raise FormatError(f"{name!r:.80}: its chunks are not boxes of it")
-    found.properties = TensorProperties(dtype=dtype)
-
-
-def _is_natural(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    def close_files(self) -> None:
+        """Close its files."""
+        self._files.close_all_files()
 
 
 _Path = tuple[str | int, ...]
@@ -436,7 +302,7 @@ class SourceState:
         """DCP's metadata of the state."""
         return Metadata(
             state_dict_metadata={
-                name: _make_storage_metadata(value) if isinstance(value, PlacedTensor) else _BYTES
+                name: whole_metadata(value.spec) if isinstance(value, PlacedTensor) else _BYTES
                 for name, (_, value) in self._items.items()
             },
             planner_data={name: path for name, (path, _) in self._items.items()},
@@ -473,15 +339,6 @@ class SourceState:
 
 
 _BYTES = BytesStorageMetadata()
-
-
-def _make_storage_metadata(one: PlacedTensor) -> TensorStorageMetadata:
-    size = torch.Size(one.spec.shape)
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=TORCH_DTYPES[one.spec.dtype]),
-        size=size,
-        chunks=[ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
-    )
 
 
 def _flatten_state(value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
@@ -27,6 +28,8 @@ from typing_extensions import override
 
 from holdfast.arguments import check_arguments
 from holdfast.errors import FormatError, NoCheckpoint, UsageError
+from holdfast.format.boxes import Column
+from holdfast.format.tensors import TensorSpec
 from holdfast.interop.dcp.items import Item, items_of, pickled
 from holdfast.interop.roots import expect_path, written_root
 from holdfast.keys import Encryption
@@ -92,19 +95,8 @@ class StoredState:
     def _tensor_metadata(self, name: str) -> TensorStorageMetadata:
         component, key = self._find_key(name)
         table = self.opened.index.components[component]
-        spec, boxes = table.specs[key], [Box((), ())]
-        if spec.shape:
-            _, bounds = table.boxes_of(key)
-            start, stop = bounds[:, 0], bounds[:, 1]
-            rows = zip(start.tolist(), (stop - start).tolist(), strict=True)
-            boxes = [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in rows]
-        return TensorStorageMetadata(
-            properties=TensorProperties(dtype=TORCH_DTYPES[spec.dtype]),
-            size=torch.Size(spec.shape),
-            chunks=[
-                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                for offsets, sizes in boxes
-            ],
+        return tensor_metadata(
+            table.specs[key].dtype, table.specs[key].shape, table.boxes_of(key)[1]
         )
 
     def nbytes(self, name: str) -> int:
@@ -320,6 +312,26 @@ class HoldfastReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether the id can name a checkpoint."""
         return bool(os.fspath(checkpoint_id).rstrip("/").rpartition("/")[2])
+
+
+def tensor_metadata(dtype: str, shape: tuple[int, ...], bounds: Column) -> TensorStorageMetadata:
+    """Describe a tensor to DCP; `bounds`: the first and the last coordinates of each chunk."""
+    starts, stops = bounds[:, 0, : len(shape)], bounds[:, 1, : len(shape)]
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=TORCH_DTYPES[dtype]),
+        size=torch.Size(shape),
+        chunks=[
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in zip(starts.tolist(), (stops - starts).tolist(), strict=True)
+        ],
+    )
+
+
+def whole_metadata(spec: TensorSpec) -> TensorStorageMetadata:
+    """Describe a tensor that is one chunk to DCP."""
+    return tensor_metadata(
+        spec.dtype, spec.shape, np.array([[[0] * len(spec.shape), spec.shape]], np.int64)
+    )
 
 
 def refuse_pickles(items: Iterable[Item], remedy: str) -> None:

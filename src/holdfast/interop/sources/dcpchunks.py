@@ -135,7 +135,7 @@ class Chunks:
 
     def _read_range(self, tensor: ChunkedTensor, start: int, memory: memoryview) -> None:
         if len(tensor.places) == 1:
-            self._read_chunk(tensor, 0, start, memory)
+            self.read_chunk(tensor, 0, start, memory)
             return
         item = ITEM_NBYTES[tensor.dtype]
         low, high = start // item, -(-(start + memory.nbytes) // item)
@@ -149,15 +149,16 @@ class Chunks:
         for part in overlaps(tensor.shape, numbers, tensor.boxes, low, high):
             if part.is_run:
                 place = memory[part.at * item :][: part.num_elements * item]
-                self._read_chunk(tensor, part.shard, part.first * item, place)
+                self.read_chunk(tensor, part.shard, part.first * item, place)
                 continue
             read = np.empty(part.length * item, np.uint8)
-            self._read_chunk(tensor, part.shard, part.first * item, memoryview(read.data))
+            self.read_chunk(tensor, part.shard, part.first * item, memoryview(read.data))
             part.copy_range(read, target, item)
 
-    def _read_chunk(
+    def read_chunk(
         self, tensor: ChunkedTensor, number: int, start: int, memory: memoryview
     ) -> None:
+        """Fill `memory` with row-major bytes of one chunk from its byte `start` on."""
         place = tensor.places[number]
         item = ITEM_NBYTES[tensor.dtype]
         sizes = _sizes(tensor, number)
@@ -215,7 +216,10 @@ def _find_saved(
     file: LocalFile, place: ItemPlace, dtype: str, sizes: tuple[int, ...], what: str
 ) -> _Laid:
     region = Region(file, place.start, place.nbytes)
-    view = read_saved(region, PickleBudget(operations=10_000, nbytes=1 << 20))
+    try:
+        view = read_saved(region, PickleBudget(operations=10_000, nbytes=1 << 20))
+    except FormatError as error:
+        raise type(error)(f"{what}: no tensor: {error}") from error
     if type(view) is not TensorView or not isinstance(view.storage.data, Span):
         raise FormatError(f"{what}: no tensor where the metadata has one")
     if (view.dtype, view.shape) != (dtype, sizes):

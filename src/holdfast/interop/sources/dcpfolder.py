@@ -103,12 +103,11 @@ class DcpSource(ConvertedSource):
         items: dict[str, Any] = {
             name: Refusal(why, is_tensor=True) for name, why in metadata.unreadable.items()
         }
+        for name, place in metadata.places():
+            self._files.check_item_place(name, place)
         for name, tensor in metadata.tensors.items():
-            for place in tensor.places:
-                self._files.check_item_place(name, place)
             items[name] = Refusal(tensor.refusal, True) if tensor.refusal else _view(tensor)
         for name, place in metadata.values.items():
-            self._files.check_item_place(name, place)
             try:
                 items[name] = self._read_item(place)
             except FormatError as err:

@@ -6,7 +6,7 @@ not known here are ignored, as newer versions of torch add some.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -83,6 +83,14 @@ class FolderMetadata:
     """Items that cannot be given, and why."""
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     """Keys and positions that lead to an item in the state that was saved."""
+    has_other_plan: bool = False
+    """Whether the planner recorded something else than such paths."""
+
+    def places(self) -> Iterator[tuple[str, ItemPlace]]:
+        """Yield the places of all items by DCP's names: of each chunk, and of each value."""
+        for name, tensor in self.tensors.items():
+            yield from ((name, place) for place in tensor.places)
+        yield from self.values.items()
 
 
 def read_metadata(path: Path) -> FolderMetadata:
@@ -257,11 +265,13 @@ class _Checked:
 
     def _read_paths(self, planned: Any) -> None:
         """Read the paths that DCP's own planner records; other planners may record none."""
+        self.found.has_other_plan = not isinstance(planned, dict | None)
         if not isinstance(planned, dict):
             return
         paths = {}
         for name, path in planned.items():
             if type(path) is not tuple or not path or {*map(type, path)} - {str, int}:
+                self.found.has_other_plan = True
                 return
             paths[name] = path
         self.found.paths = paths
