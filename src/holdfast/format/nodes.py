@@ -27,7 +27,7 @@ _QUIET_NAN = 0x7FF8_0000_0000_0000
 _DEVICE = re.compile(r"[a-z]{1,20}(:[0-9]{1,4})?", re.ASCII)
 _TENSOR_MEMBERS = frozenset({"$tensor", "device", "grad", "parameter", "order"})
 _DTYPE = re.compile(r"[a-z0-9_]{1,40}", re.ASCII)
-_SCALARS: dict[str, np.dtype[Any]] = {
+NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(code)
     for name, code in {
         "BOOL": "?",
@@ -46,7 +46,8 @@ _SCALARS: dict[str, np.dtype[Any]] = {
         "C128": "<c16",
     }.items()
 }
-_SCALAR_NAMES: dict[type, str] = {dtype.type: name for name, dtype in _SCALARS.items()}
+"""Types of numbers that numpy has, by their names in an index."""
+_SCALAR_NAMES: dict[type, str] = {dtype.type: name for name, dtype in NUMPY_DTYPES.items()}
 
 
 class TensorRef(
@@ -193,18 +194,18 @@ def _read_datetime(text: Any) -> datetime.datetime:
 
 def _write_scalar(value: np.generic) -> Any:
     name = _SCALAR_NAMES[type(value)]
-    return {"$scalar": [name, np.asarray(value, dtype=_SCALARS[name]).tobytes().hex()]}
+    return {"$scalar": [name, np.asarray(value, dtype=NUMPY_DTYPES[name]).tobytes().hex()]}
 
 
 def _read_scalar(parts: Any) -> Any:
     match parts:
-        case [str() as name, str() as text] if name in _SCALARS:
-            raw = _from_hex(text, _SCALARS[name].itemsize)
+        case [str() as name, str() as text] if name in NUMPY_DTYPES:
+            raw = _from_hex(text, NUMPY_DTYPES[name].itemsize)
         case _:
             raise ValueError("not a dtype and hex digits")
     if name == "BOOL" and raw not in (b"\0", b"\1"):
         raise ValueError("neither true nor false")
-    return np.frombuffer(raw, _SCALARS[name])[0]
+    return np.frombuffer(raw, NUMPY_DTYPES[name])[0]
 
 
 def _write_ref(value: TensorRef | ArrayRef) -> Any:

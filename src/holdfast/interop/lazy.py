@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from typing_extensions import Self, override
 
 from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
-from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
+from holdfast.format.nodes import NUMPY_DTYPES, ArrayRef, GeneratorState, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.comparing.numbers import floats
 from holdfast.interop.opening import open_source
@@ -26,24 +25,6 @@ from holdfast.store.base import Store
 
 if TYPE_CHECKING:
     import torch
-
-_NUMPY = {
-    "BOOL": "?",
-    "U8": "u1",
-    "I8": "i1",
-    "U16": "<u2",
-    "I16": "<i2",
-    "U32": "<u4",
-    "I32": "<i4",
-    "U64": "<u8",
-    "I64": "<i8",
-    "F16": "<f2",
-    "F32": "<f4",
-    "F64": "<f8",
-    "C64": "<c8",
-    "C128": "<c16",
-}
-"""Types that numpy has, by their names in an index."""
 
 
 @check_arguments()
@@ -164,12 +145,7 @@ class LazyFile(Mapping[str, "LazyTensor"]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @override
@@ -231,7 +207,7 @@ class LazyTensor:
         """
         raw: Any = np.empty(self.nbytes, np.uint8)
         self._read_all_into(memoryview(raw))
-        native = _NUMPY.get(self.dtype)
+        native = NUMPY_DTYPES.get(self.dtype)
         if native is not None:
             return raw.view(native).reshape(self.shape)
         numbers = floats(raw, self.dtype)

@@ -23,6 +23,7 @@ from torch._utils import _rebuild_parameter, _rebuild_tensor_v2, _rebuild_tensor
 
 from holdfast.errors import LimitExceeded
 from holdfast.format.nodes import (
+    NUMPY_DTYPES,
     ArrayRef,
     DeviceName,
     DtypeName,
@@ -260,8 +261,7 @@ class Values:
             raise LimitExceeded(f"{self._source.url}: {key!r}: an array of {spec.nbytes:,} bytes")
         data = memoryview(bytearray(spec.nbytes))
         self._source.read_into(component, key, 0, data)
-        names = {"U8": "u1", "U32": "<u4", "U64": "<u8", "I64": "<i8", "F64": "<f8", "F32": "<f4"}
-        return np.frombuffer(data, names.get(spec.dtype, "u1")).reshape(spec.shape)
+        return np.frombuffer(data, NUMPY_DTYPES[spec.dtype]).reshape(spec.shape)
 
     def _export_generator(self, component: str, node: GeneratorState, path: str) -> Any:
         members = node.members

@@ -207,7 +207,8 @@ def plan_safetensors(
     if len(groups) > 1:
         where = {one.name: name for name, group in zip(names, groups, strict=True) for one in group}
         index = {"metadata": {"total_size": weights.nbytes}, "weight_map": where}
-        files.append(text_file(INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n"))
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        files.append(bytes_file(INDEX, text.encode()))
     return files
 
 
@@ -263,11 +264,6 @@ def _header(tensors: Sequence[Weight], metadata: Mapping[str, str]) -> bytes:
     text = msgspec.json.encode(entries)
     text = text.ljust(len(text) + -len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def text_file(name: str, text: str) -> PlannedFile:
-    """Plan a small file of text."""
-    return bytes_file(name, text.encode())
 
 
 def bytes_file(name: str, data: bytes) -> PlannedFile:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from holdfast.format.nodes import NUMPY_DTYPES
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS
 from holdfast.interop.pickles.machine import Args, Constructor, Machine, Setter
 from holdfast.interop.pickles.values import (
@@ -21,22 +22,7 @@ from holdfast.interop.pickles.values import (
     Span,
 )
 
-_INDEX_NAMES: Mapping[str, str] = {
-    "b1": "BOOL",
-    "i1": "I8",
-    "i2": "I16",
-    "i4": "I32",
-    "i8": "I64",
-    "u1": "U8",
-    "u2": "U16",
-    "u4": "U32",
-    "u8": "U64",
-    "f2": "F16",
-    "f4": "F32",
-    "f8": "F64",
-    "c8": "C64",
-    "c16": "C128",
-}
+_INDEX_NAMES = {dtype.str.lstrip("|<"): name for name, dtype in NUMPY_DTYPES.items()}
 """Code of a numpy dtype → name in the index."""
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 _MAX_INT = 2**63 - 1
@@ -144,14 +130,6 @@ def _bit_generator(machine: Machine, args: Args) -> Generator:
     return Generator("numpy")
 
 
-def _wrap_generator(machine: Machine, args: Args) -> Generator:
-    return _wrapped("numpy", args)
-
-
-def _random_state(machine: Machine, args: Args) -> Generator:
-    return _wrapped("numpy-legacy", args)
-
-
 def _wrapped(kind: str, args: Args) -> Generator:
     """Describe a generator; numpy 1 gives only the name of its bit generator, and a state."""
     bits = args[0] if args else "MT19937"
@@ -176,10 +154,6 @@ def _set_numpy_generator(machine: Machine, target: Generator, state: Any) -> Non
         target.members["seed_seq"] = seeds.members
 
 
-def _seeds(machine: Machine, args: Args) -> Seeds:
-    return Seeds()
-
-
 def _set_seeds(machine: Machine, target: Seeds, state: Any) -> None:
     """Set the members of a SeedSequence, in order: entropy, children, pool, its size, key."""
     if type(state) is not tuple or len(state) < 5:
@@ -202,10 +176,10 @@ ARRAY_NAMES: Mapping[str, Constructor] = {
     "numpy._core.multiarray._reconstruct": _reconstruct,
     "numpy._core.multiarray.scalar": _scalar,
     "numpy._core.numeric._frombuffer": _frombuffer,
-    "numpy.random._pickle.__generator_ctor": _wrap_generator,
-    "numpy.random._pickle.__randomstate_ctor": _random_state,
+    "numpy.random._pickle.__generator_ctor": lambda machine, args: _wrapped("numpy", args),
+    "numpy.random._pickle.__randomstate_ctor": lambda machine, args: _wrapped("numpy-legacy", args),
     "numpy.random._pickle.__bit_generator_ctor": _bit_generator,
-    "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": _seeds,
+    "numpy.random.bit_generator.__pyx_unpickle_SeedSequence": lambda machine, args: Seeds(),
 }
 ARRAY_SETTERS: Mapping[type, Setter] = {
     NumpyDtype: _set_dtype,

@@ -191,10 +191,6 @@ def _torch_generator(machine: Machine, args: Args) -> Generator:
     return Generator("torch", {"device": device.name})
 
 
-def _python_random(machine: Machine, args: Args) -> Generator:
-    return Generator("python")
-
-
 def _set_generator(machine: Machine, target: Generator, state: Any) -> None:
     machine.charge(8000)
     if target.kind == "torch":
@@ -238,24 +234,8 @@ def _items(machine: Machine, args: Args, items: dict[Any, Any]) -> Any:
     return items
 
 
-def _ordered(machine: Machine, args: Args) -> Any:
-    return _items(machine, args, OrderedItems())
-
-
-def _counter(machine: Machine, args: Args) -> Any:
-    return _items(machine, args, CountedItems())
-
-
-def _default(machine: Machine, args: Args) -> Any:
-    return _items(machine, args[1:], DefaultItems())
-
-
-def _plain_dict(machine: Machine, args: Args) -> Any:
-    return _items(machine, args, {})
-
-
-def _namespace(machine: Machine, args: Args) -> Any:
-    return NamespaceItems()
+def _mapping(kind: type[dict[Any, Any]]) -> Constructor:
+    return lambda machine, args: _items(machine, args, kind())
 
 
 def _set_namespace(machine: Machine, target: NamespaceItems, state: Any) -> None:
@@ -386,13 +366,13 @@ CONSTRUCTORS: Mapping[str, Constructor] = {
     "torch.device": _build_device,
     "torch.torch_version.TorchVersion": _torch_version,
     "torch._C.Generator": _torch_generator,
-    "random.Random": _python_random,
-    "collections.OrderedDict": _ordered,
-    "collections.Counter": _counter,
-    "collections.defaultdict": _default,
-    "argparse.Namespace": _namespace,
-    "types.SimpleNamespace": _namespace,
-    "builtins.dict": _plain_dict,
+    "random.Random": lambda machine, args: Generator("python"),
+    "collections.OrderedDict": _mapping(OrderedItems),
+    "collections.Counter": _mapping(CountedItems),
+    "collections.defaultdict": lambda machine, args: _items(machine, args[1:], DefaultItems()),
+    "argparse.Namespace": lambda machine, args: NamespaceItems(),
+    "types.SimpleNamespace": lambda machine, args: NamespaceItems(),
+    "builtins.dict": _mapping(dict),
     "builtins.list": _collection(list),
     "builtins.tuple": _collection(tuple),
     "builtins.set": _collection(set),

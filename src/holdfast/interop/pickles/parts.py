@@ -6,7 +6,7 @@ import datetime
 import math
 import pathlib
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -171,7 +171,8 @@ class _Builder:
             return convert(self, value, path, level)
         if isinstance(value, np.generic):
             return value
-        return self._out(path, f"{kind.__name__}: no value of the format")
+        reason = _REASONS.get(kind, lambda value: f"{kind.__name__}: no value of the format")
+        return self._out(path, reason(value), lost=value)
 
     def _spend(self, weight: int) -> None:
         self._weight += weight
@@ -271,9 +272,6 @@ class _Builder:
             self._out(path, "a sequence with an item that is left out", lost=others)
         return _OUT
 
-    def _list(self, value: Any, path: _Path, level: int) -> Any:
-        return self._items(value, path, level)
-
     def _tuple(self, value: Any, path: _Path, level: int) -> Any:
         made = self._items(value, path, level)
         return made if made is _OUT else tuple(made)
@@ -306,9 +304,6 @@ class _Builder:
         if isinstance(key, TensorView | ArrayValue | Generator):
             return self._out(path, "a tensor, an array or a generator as a key", lost=lost)
         return self.build_tree(key, (path, _format_path_key(key)), level)
-
-    def _dict(self, value: Any, path: _Path, level: int) -> Any:
-        return self._build_items(value, path, level)
 
     def _ordered(self, value: Any, path: _Path, level: int) -> Any:
         return OrderedDict(self._build_items(value, path, level))
@@ -391,21 +386,6 @@ class _Builder:
             return inner if inner is _OUT else EnumValue(member.type, None, inner)
         return self._out(path, f"an object of {value.name}, which is not carried over", lost=value)
 
-    def _global(self, value: Global, path: _Path, level: int) -> Any:
-        return self._out(path, f"the class or function {value.name}")
-
-    def _omit_refused(self, value: Refusal, path: _Path, level: int) -> Any:
-        return self._out(path, value.why, lost=value)
-
-    def _omit_span(self, value: Span, path: _Path, level: int) -> Any:
-        return self._out(path, f"{value.nbytes:,} bytes in one value; such belong into a tensor")
-
-    def _bytearray(self, value: ByteArray, path: _Path, level: int) -> Any:
-        return self._out(path, "a bytearray")
-
-    def _storage(self, value: Any, path: _Path, level: int) -> Any:
-        return self._out(path, "a storage without a tensor", lost=value)
-
 
 def _is_unicode(text: str) -> bool:
     """Whether a text has no half of a surrogate pair."""
@@ -461,11 +441,11 @@ _CONTAINERS = frozenset(
     (list, tuple, set, frozenset, dict, OrderedItems, CountedItems, DefaultItems, NamespaceItems)
 )
 _CONVERTERS: dict[type, Any] = {
-    list: _Builder._list,
+    list: _Builder._items,
     tuple: _Builder._tuple,
     set: _Builder._build_set,
     frozenset: _Builder._build_set,
-    dict: _Builder._dict,
+    dict: _Builder._build_items,
     OrderedItems: _Builder._ordered,
     CountedItems: _Builder._build_counter,
     DefaultItems: _Builder._default,
@@ -474,10 +454,13 @@ _CONVERTERS: dict[type, Any] = {
     ArrayValue: _Builder._build_array,
     Generator: _Builder._build_generator,
     Unknown: _Builder._unknown,
-    Global: _Builder._global,
-    Refusal: _Builder._omit_refused,
-    Span: _Builder._omit_span,
-    ByteArray: _Builder._bytearray,
-    Storage: _Builder._storage,
-    StorageKind: _Builder._storage,
 }
+_REASONS: dict[type, Callable[[Any], str]] = {
+    Global: lambda value: f"the class or function {value.name}",
+    Refusal: lambda value: str(value.why),
+    Span: lambda value: f"{value.nbytes:,} bytes in one value; such belong into a tensor",
+    ByteArray: lambda value: "a bytearray",
+    Storage: lambda value: "a storage without a tensor",
+    StorageKind: lambda value: "a storage without a tensor",
+}
+"""Why descriptions of these kinds are left out."""

@@ -19,7 +19,7 @@ import numpy as np
 from typing_extensions import override
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded
-from holdfast.format.nodes import ArrayRef, TensorRef
+from holdfast.format.nodes import NUMPY_DTYPES, ArrayRef, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec, check_shape
 from holdfast.interop.files import LocalFile, first_bytes
 from holdfast.interop.pickles.budget import LIFTED, bound
@@ -34,16 +34,7 @@ MAX_LEAVES = 200_000
 _MAX_DEPTH = 64
 _COMPONENT = re.compile(r"[a-z0-9_-]{1,64}")
 
-_DTYPES = {
-    "bool": "BOOL",
-    "bfloat16": "BF16",
-    "complex64": "C64",
-    "complex128": "C128",
-    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
-    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
-}
-_NUMPYS = {name: np.dtype(plain) for plain, name in _DTYPES.items() if plain != "bfloat16"}
+_DTYPES = {"bfloat16": "BF16", **{dtype.name: name for name, dtype in NUMPY_DTYPES.items()}}
 _CONTAINERS = {
     "builtins.dict": dict,
     "collections.OrderedDict": OrderedDict,
@@ -339,7 +330,7 @@ class _Reader:
 def _bytes_of(dtype: str, value: float) -> bytes:
     """Return the bytes of a number, rounded as torch does."""
     if dtype != "BF16":
-        return np.array(value, _NUMPYS[dtype]).tobytes()
+        return np.array(value, NUMPY_DTYPES[dtype]).tobytes()
     if value != value:
         return b"\xc0\x7f"
     bits = int(np.array(value, np.float32).view(np.uint32))

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -100,12 +99,7 @@ class Hdf5:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._id.close()
 
     def attributes(self, name: str | None = None) -> list[str]:

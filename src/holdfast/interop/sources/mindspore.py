@@ -16,7 +16,7 @@ from typing_extensions import override
 from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorSpec, check_shape
-from holdfast.interop.files import LocalFile, first_bytes
+from holdfast.interop.files import LocalFile, ReadableFile, first_bytes
 from holdfast.interop.pickles.budget import LIFTED, bound
 from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_none_wrong
 from holdfast.interop.sources.mindspore_cipher import DecryptedFile, cipher_of
@@ -98,7 +98,7 @@ class MindSporeFile(Source):
         """Find the values and where each is; `key` decrypts an encrypted file."""
         self.url = str(path)
         self.left_out: list[LeftOut] = []
-        self._file: LocalFile | DecryptedFile = LocalFile.open_regular(path)
+        self._file: ReadableFile = LocalFile.open_regular(path)
         self._lock = threading.Lock()
         with self.closing_on_error():
             self._file = self._decrypted(key)
@@ -106,7 +106,7 @@ class MindSporeFile(Source):
             values = self._values(stop)
             self.parts = self._make_components(values)
 
-    def _decrypted(self, key: bytes | None) -> LocalFile | DecryptedFile:
+    def _decrypted(self, key: bytes | None) -> ReadableFile:
         """Return the file, or what it is after decryption."""
         assert isinstance(self._file, LocalFile)
         cipher = cipher_of(self._file.read(0, min(32, self._file.nbytes)))
@@ -335,7 +335,7 @@ class Field:
 class Wire:
     """A file as a sequence of fields."""
 
-    def __init__(self, file: LocalFile | DecryptedFile) -> None:
+    def __init__(self, file: ReadableFile) -> None:
         self.file = file
         self._window = b""
         self._window_start = 0

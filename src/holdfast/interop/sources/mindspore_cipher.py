@@ -11,8 +11,10 @@ from bisect import bisect_right
 from importlib import import_module
 from typing import Any
 
+from typing_extensions import override
+
 from holdfast.errors import CorruptData, UsageError, WrongKey
-from holdfast.interop.files import LocalFile
+from holdfast.interop.files import LocalFile, ReadableFile
 
 CIPHERS = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
 """Cipher by the first four bytes of a block, little-endian."""
@@ -28,8 +30,8 @@ def cipher_of(first: bytes) -> str | None:
     return CIPHERS.get(int.from_bytes(first[:4], "little")) if len(first) >= 32 else None
 
 
-class DecryptedFile:
-    """The content of an encrypted file, read as a `LocalFile` is. Several threads may read it."""
+class DecryptedFile(ReadableFile):
+    """The content of an encrypted file. Thread-safe."""
 
     def __init__(self, file: LocalFile, key: bytes) -> None:
         """Find the blocks; decrypts no more than their ends."""
@@ -83,8 +85,8 @@ class DecryptedFile:
             raise self._wrong_key()
         return last[-1]
 
+    @override
     def read_into(self, start: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes from `start` on."""
         while memory.nbytes:
             if not 0 <= start < self.nbytes:
                 raise CorruptData(f"{self.name}: ends at byte {start:,}, inside a tensor")
@@ -94,12 +96,6 @@ class DecryptedFile:
             ]
             memory[: part.nbytes] = part
             start, memory = start + part.nbytes, memory[part.nbytes :]
-
-    def read(self, start: int, nbytes: int) -> bytes:
-        """Return bytes of the content; raises as `read_into` does."""
-        data = bytearray(nbytes)
-        self.read_into(start, memoryview(data))
-        return bytes(data)
 
     def _decrypt_block(self, number: int) -> bytes:
         """Return a block decrypted; the last one is kept."""
@@ -133,8 +129,8 @@ class DecryptedFile:
     def _wrong_key(self) -> WrongKey:
         return WrongKey(f"{self.name}: the key does not decrypt it, or it is damaged")
 
+    @override
     def close(self) -> None:
-        """Close the file, and forget what was decrypted."""
         self._file.close()
         self._decrypted.clear()
 
