@@ -48,12 +48,11 @@ def is_torch_form(tree: Any) -> bool:
         and tree.keys() == {"state", "param_groups"}
         and isinstance(tree["state"], dict)
         and isinstance(tree["param_groups"], list)
-        and all(_is_group(group) for group in tree["param_groups"])
+        and all(
+            isinstance(group, dict) and isinstance(group.get("params"), list)
+            for group in tree["param_groups"]
+        )
     )
-
-
-def _is_group(group: Any) -> bool:
-    return isinstance(group, dict) and isinstance(group.get("params"), list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

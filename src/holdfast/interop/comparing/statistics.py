@@ -334,7 +334,8 @@ def _fields(numbers: Any) -> Any:
 def tallies(source: Source, batch: Sequence[TensorPiece]) -> list[tuple[str, str, TensorTally]]:
     """Return component, key and figures of each piece."""
     found: list[tuple[str, str, TensorTally]] = []
-    for dtype, group in groupby(_with_specs(source, batch), lambda one: _dtype_if_small(*one)):
+    planned = ((piece, source.parts[piece.component].specs[piece.key]) for piece in batch)
+    for dtype, group in groupby(planned, lambda one: _dtype_if_small(*one)):
         pieces = [*group]
         if dtype is not None and len(pieces) > 1:
             tallied = _together(pieces, dtype)
@@ -348,11 +349,6 @@ def tallies(source: Source, batch: Sequence[TensorPiece]) -> list[tuple[str, str
 
 
 _Piece = tuple[TensorPiece, TensorSpec]
-
-
-def _with_specs(source: Source, batch: Sequence[TensorPiece]) -> Iterator[_Piece]:
-    for piece in batch:
-        yield piece, source.parts[piece.component].specs[piece.key]
 
 
 def _dtype_if_small(piece: TensorPiece, spec: TensorSpec) -> str | None:

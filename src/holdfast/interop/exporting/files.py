@@ -84,8 +84,8 @@ def new_output(out: Path, *, is_folder: bool) -> Iterator[Path]:
         path.mkdir() if is_folder else path.touch(exist_ok=False)
         with _lock_output(path):
             yield path
-            if is_folder:
-                _sync_folders(path)
+            for folder, _, _ in os.walk(path) if is_folder else ():
+                sync_folder_path(folder)
             _expect_free(out, is_folder=is_folder)
             os.replace(path, out)
             sync_folder_path(out.parent)
@@ -144,8 +144,3 @@ def _remove_path(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
-
-
-def _sync_folders(top: Path) -> None:
-    for folder, _, _ in os.walk(top):
-        sync_folder_path(folder)

@@ -194,7 +194,8 @@ class Values:
         if isinstance(node, TensorRef):
             return self._place_tensor(component, node.key, node)
         if isinstance(node, ArrayRef):
-            return self._export_array(component, node, path)
+            made = self._place_tensor(component, node.key, None)
+            return self._note_change(path, "a numpy array", "a tensor", made)
         if isinstance(node, GeneratorState):
             return self._export_generator(component, node, path)
         if isinstance(node, Mapping):
@@ -250,10 +251,6 @@ class Values:
                 ref is not None and ref.parameter,
             )
         return found
-
-    def _export_array(self, component: str, ref: ArrayRef, path: str) -> Any:
-        made = self._place_tensor(component, ref.key, None)
-        return self._note_change(path, "a numpy array", "a tensor", made)
 
     def _read_array(self, component: str, key: str) -> np.ndarray[Any, Any]:
         spec = self._source.get_component(component).specs[key]

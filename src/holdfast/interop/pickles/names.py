@@ -128,16 +128,12 @@ def _rebuild_tensor_v3(machine: Machine, args: Args) -> Any:
 
 def _rebuild_parameter(machine: Machine, args: Args) -> Any:
     data, requires_grad, *_ = args
+    if isinstance(data, Unknown | Refusal):
+        return data
     if type(data) is not TensorView:
-        return _passed_on(data)
+        raise ValueError("no tensor")
     machine.charge(160)
     return data.flagged(grad=requires_grad is True, parameter=True)
-
-
-def _passed_on(value: Any) -> Any:
-    if not isinstance(value, Unknown | Refusal):
-        raise ValueError("no tensor")
-    return value
 
 
 def _rebuild_from_type(machine: Machine, args: Args) -> Any:
@@ -236,10 +232,6 @@ def _items(machine: Machine, args: Args, items: dict[Any, Any]) -> Any:
 
 def _mapping(kind: type[dict[Any, Any]]) -> Constructor:
     return lambda machine, args: _items(machine, args, kind())
-
-
-def _set_namespace(machine: Machine, target: NamespaceItems, state: Any) -> None:
-    _items(machine, (state,), target)
 
 
 def _collection(kind: type) -> Constructor:
@@ -390,5 +382,5 @@ CONSTRUCTORS: Mapping[str, Constructor] = {
 SETTERS: Mapping[type, Setter] = {
     **ARRAY_SETTERS,
     Generator: _set_generator,
-    NamespaceItems: _set_namespace,
+    NamespaceItems: lambda machine, target, state: _items(machine, (state,), target),
 }

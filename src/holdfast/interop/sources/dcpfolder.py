@@ -95,7 +95,11 @@ class DcpSource(ConvertedSource):
         self._budget = PickleBudget()
         with self.closing_on_error():
             items = self._describe(metadata)
-            rest = self._describe_file(len(metadata.files)) if has_beside else None
+            number = len(metadata.files)
+            rest = None
+            if has_beside:
+                nbytes = (folder / beside).stat().st_size
+                rest = self._read_item(ItemPlace(number, 0, nbytes))
             self._convert(_layout(folder, metadata, items, rest, is_olmo=is_olmo))
 
     def _describe(self, metadata: FolderMetadata) -> dict[str, Any]:
@@ -121,11 +125,6 @@ class DcpSource(ConvertedSource):
             value = read_saved(region, self._budget)
         _anchor([value], place.file, place.start)
         return value
-
-    def _describe_file(self, number: int) -> Any:
-        """Return the description of a whole file of `torch.save`."""
-        with self._files.open_numbered(number) as file:
-            return self._read_item(ItemPlace(number, 0, file.nbytes))
 
     @override
     def _read_place(

@@ -87,7 +87,7 @@ class Hdf5:
     def __init__(self, file: LocalFile) -> None:
         """Open the file."""
         self._file = file
-        self._h5py = _h5py()
+        self._h5py = _library("h5py", "HDF5 files need")
         self._num_seen = 0
         with _without_plugins(self._h5py), self._reading("the file"):
             plist = self._h5py.h5p.create(self._h5py.h5p.FILE_ACCESS)
@@ -135,7 +135,10 @@ class Hdf5:
             if not isinstance(found, self._h5py.h5d.DatasetID):
                 raise FormatError(f"{self._file.name}: {name!r} is not a dataset")
             plist = found.get_create_plist()
-            self._refuse_elsewhere(plist, what)
+            if plist.get_external_count():
+                raise self._wrong(what, "its bytes are in another file")
+            if plist.get_layout() == self._h5py.h5d.VIRTUAL:
+                raise self._wrong(what, "virtual, from datasets of other files")
             dtype, shape = self._dtype(found, what), found.shape
             nbytes = math.prod(shape) * dtype.itemsize
             h5d = self._h5py.h5d
@@ -145,7 +148,7 @@ class Hdf5:
                 return self._chunked(found, plist, dtype, what)
             start = found.get_offset()
             if plist.get_layout() != h5d.CONTIGUOUS or start is None:
-                raise FormatError(f"{self._file.name}: {what}: it was never written, or is compact")
+                raise self._wrong(what, "it was never written, or is compact")
             if start + nbytes > self._file.nbytes:
                 raise self._short(what, nbytes)
             return Contiguous(dtype=dtype, shape=shape, start=start)
@@ -193,20 +196,17 @@ class Hdf5:
             )
         return self._h5py.h5o.open(group, part.encode())
 
-    def _refuse_elsewhere(self, plist: Any, what: str) -> None:
-        if plist.get_external_count():
-            raise FormatError(f"{self._file.name}: {what}: its bytes are in another file")
-        if plist.get_layout() == self._h5py.h5d.VIRTUAL:
-            raise FormatError(f"{self._file.name}: {what}: virtual, from datasets of other files")
+    def _wrong(self, what: str, why: str) -> FormatError:
+        return FormatError(f"{self._file.name}: {what}: {why}")
 
     def _dtype(self, dataset: Any, what: str) -> np.dtype[Any]:
         stored, h5t = dataset.get_type(), self._h5py.h5t
         if stored.get_class() not in (h5t.INTEGER, h5t.FLOAT, h5t.ENUM, h5t.COMPOUND):
-            raise FormatError(f"{self._file.name}: {what}: not of numbers")
+            raise self._wrong(what, "not of numbers")
         dtype: np.dtype[Any] = stored.dtype
         is_same = dtype.kind in "biufc" and stored.equal(h5t.py_create(dtype, logical=True))
         if not is_same or dtype != dtype.newbyteorder("<"):
-            raise FormatError(f"{self._file.name}: {what}: numbers of a type that is not known")
+            raise self._wrong(what, "numbers of a type that is not known")
         return dtype
 
     def _chunked(self, dataset: Any, plist: Any, dtype: np.dtype[Any], what: str) -> Chunked:
@@ -256,9 +256,7 @@ class Hdf5:
         if not numbers or numbers in ([_GZIP], [_LZ4]):
             return numbers[0] if numbers else None
         names = ", ".join(_FILTERS.get(number, f"filter {number}") for number in numbers)
-        raise FormatError(
-            f"{self._file.name}: {what}: compressed by {names}; LZ4 and gzip are known, each alone"
-        )
+        raise self._wrong(what, f"compressed by {names}; LZ4 and gzip are known, each alone")
 
     def _read_attribute(self, attribute: Any, what: str) -> Any:
         stored, h5t, shape = attribute.get_type(), self._h5py.h5t, attribute.shape
@@ -338,7 +336,7 @@ def _read_chunk(
 
 def _from_lz4(data: bytes, nbytes: int, what: str) -> bytes:
     """Decode a chunk of the LZ4 filter: its length, that of a block, and blocks with lengths."""
-    lz4 = _lz4()
+    lz4 = _library("lz4.block", "chunks that LZ4 has compressed need")
     total, block = int.from_bytes(data[:8], "big"), int.from_bytes(data[8:12], "big")
     if total != nbytes or not block:
         raise CorruptData(f"{what}: a chunk of {total:,} bytes, not {nbytes:,}")
@@ -375,20 +373,10 @@ def _without_plugins(h5py: Any) -> Iterator[None]:
             h5pl.append(path)
 
 
-def _h5py() -> Any:
+def _library(name: str, what: str) -> Any:
     try:
-        return import_module("h5py")
+        return import_module(name)
     except ImportError as error:
         raise UsageError(
-            "HDF5 files need the package h5py: pip install 'holdfast-torch[convert]'"
-        ) from error
-
-
-def _lz4() -> Any:
-    try:
-        return import_module("lz4.block")
-    except ImportError as error:
-        raise UsageError(
-            "chunks that LZ4 has compressed need the package lz4: "
-            "pip install 'holdfast-torch[convert]'"
+            f"{what} the package {name.partition('.')[0]}: pip install 'holdfast-torch[convert]'"
         ) from error

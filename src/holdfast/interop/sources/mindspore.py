@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from typing_extensions import override
 
@@ -190,7 +189,9 @@ class MindSporeFile(Source):
         return _Value(dtype, tuple(dims), [content])
 
     def _make_components(self, values: dict[str, _Value]) -> dict[str, SourceComponent]:
-        texts = {name: self._read_text(name, one) for name, one in _texts_of(values)}
+        texts = {
+            name: self._read_text(name, one) for name, one in values.items() if one.dtype == "str"
+        }
         tensors = {name: one for name, one in values.items() if one.dtype != "str"}
         expect_none_wrong(
             self.url,
@@ -298,10 +299,6 @@ class _Slices:
             count = min(memory.nbytes, self.starts[number + 1] - start)
             yield self.positions[number] + start - self.starts[number], memory[:count]
             start, memory = start + count, memory[count:]
-
-
-def _texts_of(values: dict[str, _Value]) -> Iterator[tuple[str, Any]]:
-    return ((name, one) for name, one in values.items() if one.dtype == "str")
 
 
 def _decode_name(data: bytes, what: str) -> str:

@@ -206,20 +206,6 @@ def _extended_length(data: bytes) -> int | None:
     return found
 
 
-def _needs(library: str, extra: str, error: ImportError) -> UsageError:
-    return UsageError(
-        f"this archive needs {library}: pip install 'holdfast-torch[{extra}]' ({error})"
-    )
-
-
-def _gz(packed: BinaryIO) -> Any:
-    return gzip.GzipFile(fileobj=packed, mode="rb")
-
-
-def _bz2(packed: BinaryIO) -> Any:
-    return bz2.BZ2File(packed)
-
-
 class _Lzma(io.RawIOBase):
     """Unpacks xz and lzma with a limit on memory."""
 
@@ -250,7 +236,9 @@ def _lz4(packed: BinaryIO) -> Any:
     try:
         import lz4.frame
     except ImportError as err:
-        raise _needs("lz4", "convert", err) from err
+        raise UsageError(
+            f"this archive needs lz4: pip install 'holdfast-torch[convert]' ({err})"
+        ) from err
     return lz4.frame.LZ4FrameFile(packed)
 
 
@@ -270,8 +258,8 @@ class _Checked:
 
 
 _READERS: dict[str, Callable[[BinaryIO], Any]] = {
-    "gz": _gz,
-    "bz2": _bz2,
+    "gz": lambda packed: gzip.GzipFile(fileobj=packed, mode="rb"),
+    "bz2": bz2.BZ2File,
     "xz": _Lzma,
     "lzma": _Lzma,
     "lz4": _lz4,
