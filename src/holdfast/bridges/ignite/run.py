@@ -23,6 +23,7 @@ from holdfast.bridges.ignite.state import (
     stateful_handlers,
 )
 from holdfast.bridges.parts import (
+    BridgeValidations,
     Generators,
     reporting,
     rewind,
@@ -32,7 +33,6 @@ from holdfast.bridges.parts import (
     taking_over,
     warn_without_interval,
 )
-from holdfast.bridges.validations import BridgeValidations
 from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.control.stop import Stop
 from holdfast.data.options import check_whole

@@ -31,7 +31,9 @@ from holdfast.bridges.lightning.seams import (
 )
 from holdfast.bridges.lightning.state import ReadingIO, TrainerState
 from holdfast.bridges.parts import (
+    BridgeValidations,
     Generators,
+    check_direction,
     reporting,
     say_start,
     start_from,
@@ -39,7 +41,6 @@ from holdfast.bridges.parts import (
     taking_over,
     warn_without_interval,
 )
-from holdfast.bridges.validations import BridgeValidations, check_direction
 from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.control.stop import Stop
 from holdfast.errors import NoCheckpoint, UsageError

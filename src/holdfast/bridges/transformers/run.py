@@ -19,6 +19,7 @@ import transformers.trainer as theirs
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 
 from holdfast.bridges.parts import (
+    BridgeValidations,
     left_out,
     reporting,
     say_start,
@@ -35,7 +36,6 @@ from holdfast.bridges.transformers.seams import (
     leaders,
     measured_at,
 )
-from holdfast.bridges.validations import BridgeValidations
 from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.control.stop import Stop
 from holdfast.data.loader import Loader

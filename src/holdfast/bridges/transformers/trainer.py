@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from holdfast.bridges.parts import only_leader
+from holdfast.bridges.parts import check_direction, only_leader
 from holdfast.bridges.transformers.run import Elsewhere, TransformersRun, newest_step
 from holdfast.bridges.transformers.seams import (
     SUMMARY,
@@ -26,7 +26,6 @@ from holdfast.bridges.transformers.seams import (
     loaders_skip_by_themselves,
     refuse_arguments,
 )
-from holdfast.bridges.validations import check_direction
 from holdfast.checkpoints import Checkpoints
 from holdfast.control.stop import Stop
 from holdfast.data.loader import Loader

@@ -32,6 +32,8 @@ from typing_extensions import override
 
 from holdfast.arguments import check_arguments
 from holdfast.errors import FormatError, StoreError, UnsupportedState, UsageError
+from holdfast.interop.dcp.items import Path as ItemPath
+from holdfast.interop.dcp.items import flatten
 from holdfast.interop.dcp.reader import (
     HoldfastReader,
     StoredState,
@@ -276,9 +278,6 @@ class DcpFolder:
         self._files.close_all_files()
 
 
-_Path = tuple[str | int, ...]
-
-
 class SourceState:
     """The components of a source as the items of one state; tensors are read when asked for."""
 
@@ -288,10 +287,9 @@ class SourceState:
         self.notes: list[str] = []
         """What is in another form than in the source."""
         values = Values(source, self.notes)
-        self._items: dict[str, tuple[_Path, Any]] = {}
-        for path, value in _flatten_state(
-            {name: values.read_component(name) for name in source.parts}, ()
-        ):
+        self._items: dict[str, tuple[ItemPath, Any]] = {}
+        state = {name: values.read_component(name) for name in source.parts}
+        for path, value in flatten(state, (), tensor=PlacedTensor, keeps_empty=False):
             name = ".".join(map(str, path))
             if name in self._items:
                 raise FormatError(f"{source.url}: DCP would call two of its values {name!r:.200}")
@@ -339,24 +337,3 @@ class SourceState:
 
 
 _BYTES = BytesStorageMetadata()
-
-
-def _flatten_state(value: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
-    """Yield the leaves of a state as DCP does since torch 2.4: by name, and an empty dict as none.
-
-    Tuples are leaves, and so are lists without tensors and dicts.
-    """
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flatten_state(inner, (*path, str(key)))
-    elif isinstance(value, list) and not _is_leaf(value):
-        for number, inner in enumerate(value):
-            yield from _flatten_state(inner, (*path, number))
-    else:
-        yield path, value
-
-
-def _is_leaf(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_leaf, value))
-    return not isinstance(value, Mapping | PlacedTensor)

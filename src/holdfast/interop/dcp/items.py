@@ -186,7 +186,7 @@ def items_of(component: str, tree: bytes, value: Any) -> tuple[dict[Item, Any], 
     what = f"{component}'s tree"
     recorded = decode_beside(tree, _BESIDE, what=what) if b'"dcp"' in tree else None
     if recorded is None:
-        nodes = _leaves(value, ())
+        nodes = flatten(value, (), tensor=TensorRef, keeps_empty=True)
         return {_item(component, (component,), path, node): node for path, node in nodes}, True
     try:
         beside = msgspec.convert(recorded, _Beside)
@@ -216,21 +216,26 @@ def _get_value(value: Any, path: list[str | int], what: str) -> Any:
     return value
 
 
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield what DCP takes for items: it looks into dicts, and into lists that hold tensors."""
-    if isinstance(value, dict) and value:
+def flatten(
+    value: Any, path: Path, *, tensor: type, keeps_empty: bool
+) -> Iterator[tuple[Path, Any]]:
+    """Yield what DCP takes for items: it looks into dicts, and into lists that hold tensors.
+
+    `tensor` is what stands for these. An empty dict is none for DCP, since torch 2.4.
+    """
+    if isinstance(value, Mapping) and (value or not keeps_empty):
         for key, inner in value.items():
-            yield from _leaves(inner, (*path, str(key)))
-    elif isinstance(value, list) and _holds_tensors(value):
+            yield from flatten(inner, (*path, str(key)), tensor=tensor, keeps_empty=keeps_empty)
+    elif isinstance(value, list) and _holds_tensors(value, tensor):
         for number, inner in enumerate(value):
-            yield from _leaves(inner, (*path, number))
+            yield from flatten(inner, (*path, number), tensor=tensor, keeps_empty=keeps_empty)
     else:
         yield path, value
 
 
-def _holds_tensors(value: list[Any]) -> bool:
+def _holds_tensors(value: list[Any], tensor: type) -> bool:
     return any(
-        isinstance(one, TensorRef | dict) or (isinstance(one, list) and _holds_tensors(one))
+        isinstance(one, tensor | Mapping) or (isinstance(one, list) and _holds_tensors(one, tensor))
         for one in value
     )
 
@@ -269,11 +274,7 @@ class Value:
 
 
 def value_of(item: Item, write_item: WriteItem, planner: SavePlanner) -> Value:
-    """Take the value of an item from the planner.
-
-    Raises:
-        UnsupportedState: it cannot be saved as a typed tree.
-    """
+    """Take the value of an item from the planner; refuse one that is no typed tree."""
     value = _taken(item, write_item, planner)
     leaves = Leaves(
         component=item.component, key_of=lambda path: f"{item.tensor_key}.{path}".strip(".")

@@ -33,6 +33,7 @@ from holdfast.interop.opening import open_source
 from holdfast.interop.reading import read_pieces
 from holdfast.interop.renaming import RenameRules
 from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_no_loss
+from holdfast.interop.sources.huggingface import FILES
 
 Form: TypeAlias = Literal["hf", "safetensors", "pt"]
 SHARD_NBYTES = 5_000_000_000
@@ -98,13 +99,7 @@ class Export:
             self.plan.files = [self._torch_file()]
 
     def write_files(self, out: Path) -> Exported:
-        """Write the files; `out` appears when it is whole and durable.
-
-        Raises:
-            UsageError: `out` exists.
-            CorruptData: the source is damaged.
-            StoreError: a file cannot be read or written.
-        """
+        """Write the files; `out`, which must not exist, appears when it is whole and durable."""
         write_plan(self.plan, out)
         plan = self.plan
         if self._cast.num_overflows:
@@ -244,8 +239,6 @@ def export_checkpoint(
         return Export(opened, options).write_files(Path(out))
 
 
-FILES = "files"
-"""Component of small files that lay beside weights: name → bytes."""
 _CONFIG = "config.json"
 _PEFT = "base_model.model."
 """First part of all names in a model that PEFT has wrapped."""

@@ -297,12 +297,7 @@ class _Output:
         self._writing: deque[tuple[Future[None], memoryview]] = deque()
 
     def append_bytes(self, data: memoryview) -> None:
-        """Write the next bytes, which are copied.
-
-        Raises:
-            OSError: a block cannot be written.
-            DeadlineExceeded: one was not written within ten minutes.
-        """
+        """Write the next bytes, which are copied."""
         while data.nbytes:
             count = min(data.nbytes, BLOCK_NBYTES - self._num_filled)
             copy_bytes(data[:count], self._block[self._num_filled : self._num_filled + count])

@@ -329,7 +329,7 @@ class _Builder:
         key = self._placed(
             (id(value.storage), value.dtype, value.offset, value.shape, value.strides),
             path,
-            TensorSpec("", value.dtype, value.shape),
+            value,
             TensorLocation(value.storage.data, value.offset, value.strides),
             kept=value.storage,
         )
@@ -341,16 +341,18 @@ class _Builder:
             return self._out(path, value.refusal, lost=value)
         strides = row_major(value.shape, is_fortran=value.is_fortran)
         key = self._placed(
-            id(value),
-            path,
-            TensorSpec("", value.dtype, value.shape),
-            TensorLocation(value.data, 0, strides),
-            kept=value,
+            id(value), path, value, TensorLocation(value.data, 0, strides), kept=value
         )
         return TensorRef(key) if value.is_tensor else ArrayRef(key)
 
     def _placed(
-        self, who: Any, path: _Path, spec: TensorSpec, place: TensorLocation, *, kept: Any
+        self,
+        who: Any,
+        path: _Path,
+        value: TensorView | ArrayValue,
+        place: TensorLocation,
+        *,
+        kept: Any,
     ) -> str:
         """The key of a tensor: the first path at which it is."""
         self._spend(7)
@@ -365,7 +367,7 @@ class _Builder:
             number += 1
             key = f"{text}~{number}"
         self._keys[who] = key
-        self.specs[key] = TensorSpec(key, spec.dtype, spec.shape)
+        self.specs[key] = TensorSpec(key, value.dtype, value.shape)
         self.places[key] = place
         return key
 

@@ -125,11 +125,7 @@ class Chunks:
         self._headers: dict[int, tuple[dict[str, TensorSpec], dict[str, int]]] = {}
 
     def read_into(self, tensor: ChunkedTensor, start: int, memory: memoryview) -> None:
-        """Fill `memory` with row-major bytes of a tensor from its byte `start` on.
-
-        Raises:
-            FormatError: a chunk is not what the metadata says.
-        """
+        """Fill `memory` with row-major bytes of a tensor from its byte `start` on."""
         for begin in range(0, memory.nbytes, RANGE_NBYTES):
             self._read_range(tensor, start + begin, memory[begin : begin + RANGE_NBYTES])
 

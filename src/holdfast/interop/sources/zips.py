@@ -46,11 +46,7 @@ class Zip:
     """The members of a zip file by name."""
 
     def __init__(self, file: ReadableFile) -> None:
-        """Read the directory.
-
-        Raises:
-            FormatError: damaged, or with members of another kind than stored ones.
-        """
+        """Read the directory, which must be whole and have stored members only."""
         self._file = file
         self._directory, nbytes, count = _find_directory(file)
         if nbytes > bound(MAX_DIRECTORY_NBYTES) or count > bound(MAX_MEMBERS):
