@@ -30,7 +30,6 @@ MAX_BAND_NBYTES = 128 << 20
 """Most bytes of the chunks that lie beside each other: those with the same rows of a tensor."""
 _MAX_CHUNKS = 4_000_000
 _MAX_DEPTH = 32
-_MAX_NESTING = 64
 
 _GZIP, _LZ4 = 1, 32_004
 _FILTERS = {

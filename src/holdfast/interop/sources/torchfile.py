@@ -37,7 +37,6 @@ _LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _MAGIC = 0x1950A86A20F9469CFC6C
 _PROTOCOL = 1001
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".distcp", ".metadata")
-_MAX_PICKLE_NBYTES = 1 << 40
 
 Layouts: TypeAlias = Callable[[Any], ComponentLayout]
 
@@ -228,16 +227,14 @@ class _Reader:
             **(constructors or {}),
         }
         self._level = 0
-        self.crcs: Mapping[int, MemberCrc] = {}
+        self.crcs: dict[int, MemberCrc] = {}
         """First byte of a storage in a zip file → the CRC of its member."""
 
     def root(self) -> Any:
         """Return the description of what was saved."""
         first = self._file.read(0, min(self._file.nbytes, len(_LEGACY)))
         if first.startswith(_ZIP):
-            reader = _ZipReader(self._file, self._machine)
-            self.crcs = reader.crcs
-            return reader.read_description()
+            return self.zipped(Zip(self._file))
         if first == _LEGACY:
             return self.legacy(0, self._file.nbytes)
         return self.bare(0, self._file.nbytes)
@@ -276,6 +273,57 @@ class _Reader:
         root = machine.read_pickle()
         storages.place_legacy(machine.read_pickle(), stream, stop, data, what)
         return root
+
+    def zipped(self, archive: Zip) -> Any:
+        """Read the zip file of torch 1.6 and newer: a pickle, and a member for each storage."""
+        what, members = self._file.name, archive.members
+        found = [name for name in members if name.rpartition("/")[2] == "data.pkl"]
+        found = [name for name in found if name.count("/") <= 1]
+        if len(found) != 1:
+            raise FormatError(f"{what}: a zip file, but none that torch.save has made")
+        prefix = found[0].removesuffix("data.pkl")
+        if f"{prefix}constants.pkl" in members:
+            raise FormatError(
+                f"{what}: a TorchScript archive, which is a program; load it with "
+                "torch.jit.load and save its state_dict()"
+            )
+        order = members.get(f"{prefix}byteorder")
+        if order is not None:
+            named = self._file.read(archive.find_data_start(order), min(order.nbytes, 20))
+            if named != b"little":
+                raise FormatError(f"{what}: its byte order is {named!r}, not little")
+        member = members[found[0]]
+        start = archive.find_data_start(member)
+        crc = self._crc(member)
+        for at in range(0, member.nbytes, 1 << 20):
+            data = self._file.read(start + at, min(1 << 20, member.nbytes - at))
+            crc.add_bytes(at, memoryview(data))
+        storages = _Storages()
+
+        def load_storage(name: Any) -> Storage | Refusal:
+            storage = storages.find(name)
+            if type(storage) is Storage and storage.data is None:
+                self._place_member(storage, archive, f"{prefix}data/", str(name[2]))
+            return storage
+
+        stream = self._file.stream(start, start + member.nbytes)
+        return self._machine(stream, load_storage).read_pickle()
+
+    def _place_member(self, storage: Storage, archive: Zip, folder: str, key: str) -> None:
+        member = archive.members.get(folder + key)
+        if member is None:
+            raise CorruptData(f"storage {key[:40]!r} is missing")
+        if member.nbytes != storage.nbytes:
+            raise CorruptData(
+                f"storage {key[:40]!r} has {member.nbytes:,} bytes, not {storage.nbytes:,}"
+            )
+        start = archive.find_data_start(member)
+        storage.data = Span(start, member.nbytes)
+        self.crcs[start] = self._crc(member)
+
+    def _crc(self, member: Member) -> MemberCrc:
+        what = f"{self._file.name}: member {member.name[:80]!r}"
+        return MemberCrc(what, member.nbytes, member.crc)
 
     def _load_from_bytes(self, machine: Machine, args: tuple[Any, ...]) -> Any:
         """A storage that was pickled alone: a file of `torch.save` inside of the pickle."""
@@ -354,66 +402,3 @@ class _Storages:
             else:
                 storage.data = data[start : start + storage.nbytes]
             position = start + storage.nbytes
-
-
-class _ZipReader:
-    """Reads a zip file of `torch.save`."""
-
-    def __init__(self, file: ReadableFile, machine: Callable[..., Machine]) -> None:
-        self._file = file
-        self._zip = Zip(file)
-        self._machine = machine
-        self._storages = _Storages()
-        self.crcs: dict[int, MemberCrc] = {}
-
-    def read_description(self) -> Any:
-        """Return the description of what was saved."""
-        found = [name for name in self._zip.members if name.rpartition("/")[2] == "data.pkl"]
-        found = [name for name in found if name.count("/") <= 1]
-        if len(found) != 1:
-            raise FormatError(f"{self._file.name}: a zip file, but none that torch.save has made")
-        self._prefix = found[0].removesuffix("data.pkl")
-        if f"{self._prefix}constants.pkl" in self._zip.members:
-            raise FormatError(
-                f"{self._file.name}: a TorchScript archive, which is a program; load it with "
-                "torch.jit.load and save its state_dict()"
-            )
-        self._check_order()
-        member = self._zip.members[found[0]]
-        start = self._zip.find_data_start(member)
-        self._check_crc(member, start)
-        stream = self._file.stream(start, start + member.nbytes)
-        return self._machine(stream, self._load_storage).read_pickle()
-
-    def _check_order(self) -> None:
-        member = self._zip.members.get(f"{self._prefix}byteorder")
-        if member is not None:
-            order = self._file.read(self._zip.find_data_start(member), min(member.nbytes, 20))
-            if order != b"little":
-                raise FormatError(f"{self._file.name}: its byte order is {order!r}, not little")
-
-    def _check_crc(self, member: Member, start: int) -> None:
-        crc = self._crc(member)
-        for at in range(0, member.nbytes, 1 << 20):
-            data = self._file.read(start + at, min(1 << 20, member.nbytes - at))
-            crc.add_bytes(at, memoryview(data))
-
-    def _crc(self, member: Member) -> MemberCrc:
-        what = f"{self._file.name}: member {member.name[:80]!r}"
-        return MemberCrc(what, member.nbytes, member.crc)
-
-    def _load_storage(self, name: Any) -> Any:
-        storage = self._storages.find(name)
-        if type(storage) is Storage and storage.data is None:
-            key = str(name[2])
-            member = self._zip.members.get(f"{self._prefix}data/{key}")
-            if member is None:
-                raise CorruptData(f"storage {key[:40]!r} is missing")
-            if member.nbytes != storage.nbytes:
-                raise CorruptData(
-                    f"storage {key[:40]!r} has {member.nbytes:,} bytes, not {storage.nbytes:,}"
-                )
-            start = self._zip.find_data_start(member)
-            storage.data = Span(start, member.nbytes)
-            self.crcs[start] = self._crc(member)
-        return storage
