@@ -109,16 +109,16 @@ class MismatchError(UsageError):
         wrong_shape: Sequence[str] = (),
         wrong_dtype: Sequence[str] = (),
         hint: str = "",
-        mixed_by: str = "",
+        changed: str = "",
     ) -> None:
         self._where = where
         self._hint = hint
+        self._changed = changed
         self.missing = list(missing)
         self.unexpected = list(unexpected)
         self.wrong_shape = list(wrong_shape)
         self.wrong_dtype = list(wrong_dtype)
-        mixed = f", but the state was mixed before: {mixed_by}" if mixed_by else ""
-        parts = [f"{where} does not fit the live state; nothing was changed{mixed}."]
+        parts = [f"{where} does not fit the live state; nothing was changed{changed}."]
         for title, items in (
             ("missing in the checkpoint", self.missing),
             ("not in the live state", self.unexpected),
@@ -133,13 +133,20 @@ class MismatchError(UsageError):
 
     def beside(self, mixed_by: str) -> MismatchError:
         """Return this error with `mixed_by`: the earlier load that left the state half-loaded."""
-        return self._with(self._hint, mixed_by)
+        return self._with(
+            self._hint, f"{self._changed}, but the state was mixed before: {mixed_by}"
+        )
+
+    def with_trials(self, unrestored: Sequence[str]) -> MismatchError:
+        """Return this error with `unrestored`: components whose trial load was not undone."""
+        changed = f", except perhaps {some_of(unrestored)}" if unrestored else ""
+        return self._with(self._hint, self._changed + changed)
 
     def hinting(self, hint: str) -> MismatchError:
         """Return this error with `hint` appended to its hints."""
-        return self._with("\n".join(filter(None, (self._hint, hint))))
+        return self._with("\n".join(filter(None, (self._hint, hint))), self._changed)
 
-    def _with(self, hint: str, mixed_by: str = "") -> MismatchError:
+    def _with(self, hint: str, changed: str) -> MismatchError:
         return MismatchError(
             self._where,
             missing=self.missing,
@@ -147,7 +154,7 @@ class MismatchError(UsageError):
             wrong_shape=self.wrong_shape,
             wrong_dtype=self.wrong_dtype,
             hint=hint,
-            mixed_by=mixed_by,
+            changed=changed,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -164,6 +164,33 @@ def test_what_an_object_refuses_is_refused_before_anything_changes() -> None:
     assert digest({"model": state["model"]}) == before
     assert (state["first"].total, state["meter"].total) == (5, 7)
     assert state["meter"].seen[0] == 7
+
+
+class Outside:
+    """An object whose state is not in its attributes, and that takes no negative total."""
+
+    TOTALS: ClassVar[dict[int, int]] = {}
+    __slots__ = ("key",)
+
+    def __init__(self, key: int, total: int) -> None:
+        self.key, self.TOTALS[key] = key, total
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.TOTALS[self.key]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["total"] < 0:
+            raise ValueError("a negative total")
+        self.TOTALS[self.key] = state["total"]
+
+
+def test_a_refusal_after_a_trial_that_could_not_be_undone_says_so() -> None:
+    saved = image({"outside": Outside(1, 3), "meter": Meter(-1)})
+    live = {"outside": Outside(2, -7), "meter": Meter(7)}
+    with pytest.raises(MismatchError, match=r"except perhaps outside: .*a negative total") as error:
+        saved.load(live)
+    assert Outside.TOTALS[2] == 3, "it was changed"
+    assert "except perhaps outside" in str(error.value.hinting("more").beside("x").hinting("y"))
 
 
 def test_the_trial_of_an_object_leaves_no_trace_in_what_it_then_loads() -> None:

@@ -667,7 +667,8 @@ class Search:
         """
         if self.candidate is None:
             return False
-        self._reader.is_mixed |= isinstance(error, OpaqueLoadFailed)
+        unrestored = self.candidate.prepared.unrestored
+        self._reader.is_mixed |= isinstance(error, OpaqueLoadFailed) or bool(unrestored)
         cause, folder = self.candidate.cause_of(error), self.candidate.entry.folder
         is_first = folder not in self._failed
         self._failed.add(folder)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from holdfast.errors import HoldfastError, UsageError
+from holdfast.errors import HoldfastError, MismatchError, UsageError
 from holdfast.state import modules, optimizers
 from holdfast.state.components import (
     RNG,
@@ -79,6 +79,8 @@ class Prepared:
         """Notes on what is left out or not restored exactly; complete after `ready`."""
         self.lost = tuple(problems.lost)
         """Notes on live values that are removed, and after `ready` on memory shared no more."""
+        self.unrestored: list[str] = []
+        """Components that a trial of `ready` may have changed, and why."""
         self._is_ready = False
 
     def ready(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
@@ -98,10 +100,15 @@ class Prepared:
         for name, of_component in self.shards.items():
             for key, shards in of_component.items():
                 _check_local(f"{name}.{key}", tensors[name][key], shards)
-        claims = Claims(self._protected)
-        for name, plan in self._unapplied().items():
-            plan.prepare(tensors.get(name, {}), claims)
-        claims.expect_agreement()
+        claims, plans = Claims(self._protected), self._unapplied()
+        try:
+            for name, plan in plans.items():
+                plan.prepare(tensors.get(name, {}), claims)
+            claims.expect_agreement()
+        except MismatchError as error:
+            raise error.with_trials(_unrestored(plans)) from error.__cause__
+        finally:
+            self.unrestored = _unrestored(plans)
         self.notes += claims.notes
         self.lost += claims.separated
         self._is_ready = True
@@ -138,6 +145,10 @@ class Prepared:
         if self._plans is None:
             raise UsageError("this load was already applied; prepare another one")
         return self._plans
+
+
+def _unrestored(plans: Mapping[str, LoadPlan]) -> list[str]:
+    return [plan.unrestored for plan in plans.values() if plan.unrestored]
 
 
 def _check_local(path: str, stored: Stored, shards: LocalShards) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -46,6 +46,9 @@ class LoadPlan(ABC):
 
     finish_order = 0
     """Order of `finish`: 0 foreign code, 1 generators, 2 the global generators."""
+
+    unrestored = ""
+    """Why a trial in `prepare` may have changed the live object; empty if it has not."""
 
     _wanted: Any = None
     """The nodes of the tree that will be loaded, available after `check`."""
@@ -213,15 +216,17 @@ class ObjectPlan(LoadPlan):
                 f"{self._component}: {kind}.load_state_dict refuses the stored state "
                 f"({type(error).__name__}: {error})"
             )
+            raise MismatchError("the checkpoint", hint=refused) from error
+        finally:
             try:
                 live.load_state_dict(before)
-            except Exception as other:  # noqa: BLE001 - code of others
-                refused += f". It also refuses the state that it had, so it may be mixed: {other}"
-            raise MismatchError("the checkpoint", hint=refused) from error
-        else:
-            with suppress(Exception):  # many refuse the state that they have before they are filled
-                live.load_state_dict(before)
-        finally:
+            except Exception as error:  # noqa: BLE001 - code of others
+                # Many refuse the state that they have before they are filled.
+                self.unrestored = (
+                    f"{self._component}: it took part of the stored state in a trial, and "
+                    f"{kind}.load_state_dict then refused the state from before "
+                    f"({type(error).__name__}: {error})"
+                )
             if attributes is not None:
                 attributes.restore_attributes()
 
