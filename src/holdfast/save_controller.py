@@ -257,7 +257,9 @@ class SaveController:
         unhealthy = (*unhealthy, *self._check_captured(captured, due, now.step))
         if current is not None and current.step == now.step:
             joint.set_known_checkpoint(current.folder)
+        joint.note_warnings(session.warnings.found)
         joint.propose(captured)
+        session.warnings.found.clear()
         if session.ranks.is_leader:
             session.first_save.check_first_save(
                 joint.estimate_size(captured),

@@ -209,7 +209,9 @@ class Session:
             replaces=replaces,
         )
         self.history = SettingsHistory(config, world_size=self.ranks.world_size)
-        self.warnings = ScriptWarnings(self.store.url, state, self.emit)
+        self.warnings = ScriptWarnings(
+            self.store.url, state, self.emit, is_leader=self.ranks.is_leader
+        )
         self.boundary = StepBoundary(state, self.emit)
         self._pid = os.getpid()
         self.is_closed = False

@@ -108,6 +108,32 @@ def test_metrics_label_tags_and_reason_are_those_of_the_leader() -> None:
     assert first[0].startswith("r0-1")
 
 
+def test_what_all_scripts_leave_out_is_logged_by_one_rank_and_the_rest_with_its_rank() -> None:
+    root, told = MemoryStore(), list[tuple[int, str]]()
+
+    def work(member: Member) -> None:
+        steps = [member.optimizer.step]
+        if member.rank:
+            steps.append(torch.optim.SGD(member.model.parameters(), lr=0.0, momentum=0.5).step)
+        options: dict[str, Any] = {
+            "state": {"model": member.model},
+            "sinks": (lambda event: told.append((member.rank, event.message)),),
+        }
+        with member.manager(root, **options) as manager:
+            for number in range(1, 3):
+                member.model(torch.ones(2, 8)).sum().backward()
+                for step in steps:
+                    step()
+                manager.save(number, wait=True)
+
+    all_of(on_ranks(2, work))
+    texts = [(rank, text) for rank, text in told if "used in training" in text]
+    assert [(rank, "rank 1:" in text, "SGD" in text) for rank, text in texts] == [
+        (0, False, False),
+        (0, True, True),
+    ]
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -184,6 +184,7 @@ class _RanksSave(SaveParticipant):
         super().__init__()
         self._call = tuple((name, repr(value)) for name, value in zip(_CALL, call, strict=False))
         self._recorded: dict[str, str] = {}
+        self._warnings: tuple[str, ...] = ()
         self._together = together
         self._ranks = together.ranks
         self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
@@ -220,6 +221,10 @@ class _RanksSave(SaveParticipant):
         if self._turn == 1:  # the script's settings are those of the whole run
             self._recorded |= {f"config[{name!r}]": text for name, text in config.items()}
 
+    @override
+    def note_warnings(self, texts: Sequence[str]) -> None:
+        self._warnings = tuple(texts)
+
     def _start_deadline(self) -> None:
         """Begin the deadline, as the wait for the save before was not a part of this one."""
         why = self._together.miscounted
@@ -250,7 +255,13 @@ class _RanksSave(SaveParticipant):
                 rows = known.assignment.copied_by(self._ranks.rank).tolist()
                 digests = self._sampled(captured, rows)
             return Unchanged(
-                self._step, self._components, self._standing, digests, self._call, self._recorded
+                self._step,
+                self._components,
+                self._standing,
+                digests,
+                self._call,
+                self._recorded,
+                self._warnings,
             )
         self._own = OwnShare(captured, self._ranks.rank, socket.gethostname())
         return msgspec.structs.replace(
@@ -260,6 +271,7 @@ class _RanksSave(SaveParticipant):
             digests=self._sampled(captured, range(self._own.num_boxes)),
             call=self._call,
             recorded=self._recorded,
+            warnings=self._warnings,
         )
 
     def _sampled(self, captured: Captured, rows: Sequence[int]) -> bytes:
@@ -566,6 +578,7 @@ class LeadingSave(_RanksSave):
         if odd:
             raise RanksFailed(self._name, odd)
         self._compare_records([share.recorded for share in shares])
+        self._log_warnings([share.warnings for share in shares])
         # Else some would wait for a comparison that others do not begin.
         self.compares = all(share.standing == self._standing for share in shares)
         self._replan(shares)
@@ -591,6 +604,16 @@ class LeadingSave(_RanksSave):
                 "the save, for instance with torch.distributed.all_reduce. Leave out of config "
                 "what differs on purpose"
             )
+
+    def _log_warnings(self, texts: Sequence[Sequence[str]]) -> None:
+        """Log the warnings of other ranks that this one has not logged, each once."""
+        logged = self._together.logged
+        logged.update(texts[LEADER])
+        for rank, of_rank in enumerate(texts):
+            for text in of_rank:
+                if text not in logged:
+                    logged.add(text)
+                    self._together.warn(f"rank {rank}: {text}")
 
     def _replan(self, shares: Sequence[Share | Unchanged]) -> None:
         """Plan anew if a share has changed."""
@@ -872,6 +895,8 @@ class DistributedSaves:
         self.plans: dict[tuple[str, ...], Plan] = {}
         self.differing: set[str] = set()
         """The leader's: metrics and settings of which it has warned that they differ by rank."""
+        self.logged: set[str] = set()
+        """The leader's: warnings of scripts that it has logged, of any rank."""
         self.synchronized: set[tuple[str, str]] = set()
         """The leader's: component and key of buffers that DDP copies from rank 0 to all others."""
         self._manager = ranks.number()

@@ -82,6 +82,9 @@ class SaveParticipant:
         In the training thread.
         """
 
+    def note_warnings(self, texts: Sequence[str]) -> None:
+        """Note what the script of this rank was warned of, for the leader to log if it differs."""
+
     def announce_wait(self) -> None:
         """Tell the followers that the leader waits for uploads before it begins.
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from holdfast.control.stop import Stop
-from holdfast.events import Emitter
+from holdfast.events import Emitter, Kind
 from holdfast.root.catalog import Entry
 from holdfast.state.capture.capture import Captured
 from holdfast.state.capture.lacking import (
@@ -30,14 +30,23 @@ from holdfast.state.components import ParameterNames, is_of_trainer
 
 
 class ScriptWarnings:
-    """Checks of what a script gives to its manager and what it leaves out; logs what it finds."""
+    """Checks of what a script gives to its manager and what it leaves out; logs what it finds.
+
+    Ranks mostly find the same. So the leader logs, and a follower's texts go with its next save to
+    the leader, which logs those that are not its own.
+    """
 
     _omitted_due = True
 
-    def __init__(self, url: str, state: Mapping[str, Any], emit: Emitter) -> None:
+    def __init__(
+        self, url: str, state: Mapping[str, Any], emit: Emitter, *, is_leader: bool = True
+    ) -> None:
         self._url = url
         self._state = state
-        self._emit = emit
+        self._emit_here = emit
+        self._is_leader = is_leader
+        self.found: list[str] = []
+        """Texts since the last save, for `SaveParticipant.note_warnings`."""
         self._not_saved_due = self._lacks_due = self._setup_due = self._workers_due = True
         self._children: set[int | None] | None = None
         """Ids of this process's children when loaders with persistent workers were looked for."""
@@ -51,7 +60,7 @@ class ScriptWarnings:
     def of_capture(self, captured: Captured, *, is_whole: bool) -> None:
         """Warn of values that a save leaves out, and of a state that lacks something."""
         if self._not_saved_due and captured.not_saved:
-            self._emit("not_saved", "not saved: " + "; ".join(captured.not_saved))
+            self._emit_here("not_saved", "not saved: " + "; ".join(captured.not_saved))
         self._not_saved_due = False
         if is_whole:
             self._of_unheld(captured)
@@ -124,7 +133,7 @@ class ScriptWarnings:
 
     def of_exception(self, error: BaseException, step: int) -> None:
         """Warn that an error has ended the loop, and that the trigger for it saved nothing."""
-        self._emit(
+        self._emit_here(
             "warning",
             f'{self._url}: every has On("exception"), and step {step} was not saved when '
             f"{type(error).__name__} ended the loop: nothing shows whether the step is "
@@ -149,6 +158,11 @@ class ScriptWarnings:
     def loaded(self) -> None:
         """Compare the next save with the state as it is now, after a load."""
         self._outside.note_attributes()
+
+    def _emit(self, kind: Kind, text: str, *, step: int | None = None) -> None:
+        self.found.append(text)
+        if self._is_leader:
+            self._emit_here(kind, text, step=step)
 
     def _of_outside(self, captured: Captured) -> None:
         names = self._outside.find_uncaptured(captured)

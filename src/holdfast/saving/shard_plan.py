@@ -61,6 +61,8 @@ class Share(msgspec.Struct, frozen=True, tag="share"):
     """Arguments of the save, as text, that must be equal on all ranks."""
     recorded: dict[str, str] = {}
     """Metrics and settings, as text, of which the checkpoint records the leader's."""
+    warnings: tuple[str, ...] = ()
+    """Warnings of the script of this rank, which the leader logs if it has others."""
 
     def boxes(self, rank: int, numbers: Ints) -> BoxTable:
         """Return the boxes of a rank; `numbers` has those of its leaves among the leaves of all."""
@@ -83,6 +85,7 @@ class Unchanged(msgspec.Struct, frozen=True, tag="unchanged"):
     """Digest of a sample of each box that other ranks hold, too; empty: this save has none."""
     call: tuple[tuple[str, str], ...] = ()
     recorded: dict[str, str] = {}
+    warnings: tuple[str, ...] = ()
 
 
 class Assignment(msgspec.Struct, frozen=True):
