@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from holdfast.data import Loader
+from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.train import Callback, HookFailed, Measured, Metrics, Table, Training, Validation
@@ -215,3 +216,45 @@ def test_a_callback_that_leaves_the_model_in_eval_mode_is_warned_of_once(
     make(MemoryStore(), callbacks=[Looks()]).fit(3)
     (text,) = [one.getMessage() for one in caplog.records if "eval mode" in one.getMessage()]
     assert text.startswith("step 2 ")
+
+
+class _Stepping(Callback):
+    """A callback that steps the optimizer of the Trainer."""
+
+    def after_backward(self, training: Training) -> None:
+        training.optimizer.step()
+
+
+def test_a_step_that_a_hook_or_a_loss_makes_is_refused() -> None:
+    """It would be in the moments, and in no counter."""
+    trainer = make(MemoryStore(), callbacks=[_Stepping()])
+    with pytest.raises(HookFailed, match=r"_Stepping.after_backward.*AdamW.*Trainer steps"):
+        trainer.fit(2)
+    assert not trainer.optimizer.state, "nothing was stepped"
+
+    def stepping(model: nn.Module, batch: Any) -> Any:
+        other.optimizer.step()
+        return model(batch).mean()
+
+    other = make(MemoryStore(), loss=stepping)
+    with pytest.raises(UsageError, match="Trainer steps"):
+        other.fit(2)
+    other.optimizer.step()  # outside of fit it belongs to the caller
+
+
+class _Logging(Callback):
+    """A callback that logs names which the Trainer logs, too."""
+
+    def step_end(self, training: Training, metrics: Metrics) -> None:
+        training.log({"loss": 7.0, "draw": 7.0, "mine": 7.0})
+
+
+def test_a_metric_that_the_trainer_logs_as_well_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make(MemoryStore(), callbacks=[_Logging()]).fit(3)
+    texts = [text for one in caplog.records if "the Trainer logs" in (text := one.getMessage())]
+    assert [("'loss'" in text, "'draw'" in text, "'mine'" in text) for text in texts] == [
+        (True, False, False),
+        (False, True, False),
+    ]

@@ -56,6 +56,8 @@ class Callbacks:
         self._by_hook["fit_start"].sort(key=lambda item: not isinstance(item, Logger))
         self._is_leader = is_leader
         self._warned_of: set[str] = set()
+        self._logged: dict[bool, set[str]] = {True: {"loss"}, False: set()}
+        """Names of the metrics that the Trainer logs itself (True), and that others log."""
 
     @property
     def all(self) -> tuple[Callback, ...]:
@@ -133,6 +135,8 @@ class Callbacks:
     ) -> None:
         """Call a hook, such as `Callback.step_end`, of all callbacks that override it."""
         name = hook.__name__
+        if hook is Callback.log and isinstance(metrics := arguments[0], Mapping):
+            self._note_logged(metrics, is_of_trainer=True)
         for callback in self._by_hook[name]:
             if self._run_hook(callback, name, *arguments, **named) is not None:
                 self._warn_of_result(callback, name)
@@ -156,10 +160,26 @@ class Callbacks:
         unknown = [name for name in to or () if name not in self._names]
         if unknown or isinstance(to, str):
             raise UsageError(f"to={to!r}: give a list of some of {list(self._names)}")
+        if hook is Callback.log and isinstance(metrics := arguments[0], Mapping):
+            self._note_logged(metrics, is_of_trainer=False)
         chosen = None if to is None else [self._names[name] for name in to]
         for callback in self._by_hook[hook.__name__]:
             if chosen is None or callback in chosen:
                 self._run_hook(callback, hook.__name__, *arguments, **named)
+
+    def _note_logged(self, names: Iterable[str], *, is_of_trainer: bool) -> None:
+        """Warn, once for each name, that both the Trainer and a caller of `log` log a metric."""
+        self._logged[is_of_trainer].update(names)
+        both = (self._logged[True] & self._logged[False]) - self._warned_of
+        self._warned_of |= both
+        if both and self._is_leader:  # other ranks call no logger
+            shown = ", ".join(map(repr, sorted(both)))
+            logger.warning(
+                "training.log: the Trainer logs %s itself. Of two values of one step a logger may "
+                "keep only one: log yours under another name, such as %r",
+                shown,
+                f"own/{min(both)}",
+            )
 
     def _warn_of_result(self, callback: Callback, hook: str) -> None:
         """Warn, once for each hook, that its result is ignored, such as True to stop."""

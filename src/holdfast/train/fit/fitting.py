@@ -62,7 +62,8 @@ def run_fit(
         one_sided=lambda name: name in may_be_new or name in may_be_left,
     )
     manager = make_manager(parts, ending.goal, hooks, saves)
-    with manager, parts.status.running(manager, parts.callbacks):
+    steps = parts.update.numerics.refuse_other_steps(parts.update.stepped)
+    with manager, parts.status.running(manager, parts.callbacks), steps:
         return Fit(parts, evaluator, ending, manager, saves, resuming, hooks).run()
 
 

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -70,7 +70,7 @@ class Numerics:
                 init_scale=precision.loss_scale,
                 growth_interval=precision.growth_interval,
             )
-        self._is_unscaled = False
+        self._is_unscaled = self._is_stepping = False
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context manager for a forward pass."""
@@ -105,9 +105,37 @@ class Numerics:
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> Any:
         """Step an optimizer, unless the scaler finds that its gradients are not finite."""
-        if self.scaler is not None:
-            return self.scaler.step(optimizer)
-        return optimizer.step() if closure is None else optimizer.step(closure)
+        self._is_stepping = True
+        try:
+            if self.scaler is not None:
+                return self.scaler.step(optimizer)
+            return optimizer.step() if closure is None else optimizer.step(closure)
+        finally:
+            self._is_stepping = False
+
+    @contextmanager
+    def refuse_other_steps(self, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+        """Refuse, in the block, a `step()` of these optimizers that hooks or losses call."""
+
+        def check_caller(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if not self._is_stepping:
+                raise UsageError(
+                    f"step() of {type(optimizer).__name__} was called by a hook, the loss or the "
+                    "update function. The Trainer steps its optimizers itself, so this step would "
+                    "be in their moments and not in the counters: remove the call. In an update "
+                    "function call control.step()"
+                )
+
+        check_caller._torchdynamo_disable = True  # type: ignore[attr-defined]
+        handles = []
+        for optimizer in optimizers:
+            with suppress(AttributeError):  # one that has not called Optimizer.__init__
+                handles.append(optimizer.register_step_pre_hook(check_caller))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def end_step(self) -> None:
         """Adapt the loss scale, when all optimizers of a step have stepped."""

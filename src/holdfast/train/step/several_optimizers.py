@@ -60,6 +60,11 @@ class SeveralUpdate(Update):
 
     @property
     @override
+    def stepped(self) -> Sequence[torch.optim.Optimizer]:
+        return (*self.optimizers.values(),)
+
+    @property
+    @override
     def validation_loss(self) -> LossFunction:
         """The sum of all losses, with each as a metric; with `update` that of the Trainer."""
         if self.update is not None:

@@ -133,6 +133,11 @@ class Update:
         return [mean.totals["loss"][0], *found]
 
     @property
+    def stepped(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers that a step of training steps."""
+        return (self.optimizer,)
+
+    @property
     def validation_loss(self) -> LossFunction:
         """The loss function as validations call it."""
         return self.loss
