@@ -172,6 +172,16 @@ def test_a_loss_that_is_never_finite_is_said_to_be(holdfast: Command, tmp_path: 
     assert (asked.code, asked.out.splitlines()[-1]) == (0, "loss: no finite value at any step")
 
 
+def test_a_value_near_the_largest_float_is_clipped_and_that_is_said(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    with new_run().manager(tmp_path / "run") as manager:
+        for step, loss in enumerate((1.0, -1.7e308, 1.7e308), start=1):
+            manager.save(step, metrics={"loss": loss}, wait=True)
+    drawn = holdfast("plot", tmp_path / "run", "-o", tmp_path / "plot.svg")
+    assert (drawn.code, "loss: values beyond ±1e+300" in drawn.out) == (0, True)
+
+
 def test_the_error_for_a_log_of_counters_names_the_option_that_draws_them(
     holdfast: Command, run: Path
 ) -> None:

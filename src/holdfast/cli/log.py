@@ -117,7 +117,7 @@ class LoggedSession(Document, frozen=True):
     reason: str | None
     """Why its newest checkpoint was saved."""
     ending: Ending
-    """How it ended; `continued`: by the same process."""
+    """How it ended; `continued`: by the same process; `closed`: also after an error or Ctrl-C."""
     changes: Sequence[str]
     """What had changed since the session before."""
     saves: Sequence[LoggedSave]
@@ -149,7 +149,9 @@ def log_root(root: str, *, saves: bool = False) -> Answer:
 
     A session is the time in which one process owns the run. Shown are its host and process, the
     step from which it resumed, its last save, how many of its checkpoints still exist, and how it
-    ended. Reasons of deletions and changes of arguments, data and versions are listed below.
+    ended. It is closed also if an error or Ctrl-C left the manager's `with` block, and crashed or
+    killed if the process ended before it could close. Reasons of deletions and changes of
+    arguments, data and versions are listed below.
     """
     store = open_root(root)
     catalog = Catalog(store)

@@ -48,6 +48,8 @@ _MAX_LOSSES = 4
 _MAX_NAMES, _MAX_NAME = 20, 60
 """Most names in a line, and most characters of each."""
 _LEARNING_RATE = "lr/"
+_LIMIT = 1e300
+"""Largest absolute value that is drawn: matplotlib overflows near the largest float."""
 
 
 class MetricSeries(Document, frozen=True):
@@ -148,6 +150,9 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
                 "--metric NAME draws one of these"
             )
         raise NoCheckpoint(f"{store.url}: nothing was logged or saved")
+    clipped = [one.name for one in series if any(map(_is_beyond, one.points))]
+    if output is not None and clipped:
+        notes.append(f"{_join_names(clipped)}: values beyond ±{_LIMIT:g} are drawn as ±{_LIMIT:g}")
     starts = _starts(read_recorded_costs(store).starts, entries)
     resumed = {start.step for start in starts if start.step is not None}
     saved = sorted(record.saved | resumed | {entry.step for entry in entries})
@@ -194,7 +199,11 @@ def _draw(document: Plot, path: Path) -> None:
     for axis, curves in zip(axes, panels.values(), strict=True):
         shown = {}
         for one in curves:
-            (line,) = axis.plot(*zip(*one.points, strict=True), marker=".", markersize=3)
+            points = [
+                (at[0], math.copysign(_LIMIT, at[1]) if _is_beyond(at) else at[1])
+                for at in one.points
+            ]
+            (line,) = axis.plot(*zip(*points, strict=True), marker=".", markersize=3)
             shown[one_line(one.name, _MAX_NAME)] = line
         across, foot = {"linestyle": "--"}, {"ymax": 0.04, "color": "#555555"}
         for name, steps, style in (
@@ -346,6 +355,11 @@ def _choose_series(record: _Record, names: Sequence[str]) -> list[MetricSeries]:
 def _curve(panel: str, name: str, record: _Record) -> MetricSeries:
     points = [[step, value] for step, value in sorted(record.metrics[name].items())]
     return MetricSeries(panel=panel, name=name, points=points)
+
+
+def _is_beyond(point: Sequence[float]) -> bool:
+    """Whether a value is finite, and too large to be drawn."""
+    return _LIMIT < abs(point[1]) < math.inf
 
 
 def _is_drawable(series: MetricSeries) -> bool:
