@@ -339,6 +339,7 @@ _ALIKE = frozenset(
         "components",
         "strict",
         "rename",
+        "edit",
         "in_place",
         "new",
         "without",
@@ -388,6 +389,7 @@ class Calls:
         self._distributed = session.distributed
         self._events = session.events
         self._applier = session.applier
+        self._edit_load = session.hooks.edit_load
 
     @contextmanager
     def one(self, kind: Kind) -> Iterator[None]:
@@ -403,7 +405,9 @@ class Calls:
     def one_load(self, method: Callable[..., Any], *args: Any, **named: Any) -> Iterator[None]:
         """Count the call of a method that loads, with these arguments, in the `with` block."""
         self._distributed.count_anew()
-        with self._applier.one_load(method.__name__, _arguments(method, *args, **named)):
+        arguments = _arguments(method, *args, **named)
+        arguments["hooks.edit_load"] = _format_argument(self._edit_load)
+        with self._applier.one_load(method.__name__, arguments):
             yield
 
 

@@ -8,16 +8,19 @@ import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from allranks import Member, all_of, on_ranks, save_on
 from holdfast import Tiered, errors
+from holdfast.checkpoints import StateHooks
 from holdfast.control.save_requests import put_save_request
 from holdfast.events import Event
 from holdfast.policy.triggers import Every, When
 from holdfast.ranks import c10d
 from holdfast.root.catalog import Catalog
 from holdfast.saving import distributed as together_module
+from holdfast.state.capture.edits import StateView
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from marks import full
@@ -429,3 +432,22 @@ def test_names_of_a_load_may_have_another_order_on_each_rank() -> None:
             return manager.load(rename={name: name for name in names}).step
 
     assert all_of(on_ranks(2, work)) == [1, 1]
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("by_hook", [True, False])
+def test_loads_that_one_rank_edits_otherwise_fail_on_all(odd: int, by_hook: bool) -> None:
+    store = MemoryStore()
+    save_on(2, store)
+
+    def edit(view: StateView) -> None:
+        view["model"]["0.bias"] = torch.ones(16)
+
+    def work(member: Member) -> str:
+        own = edit if member.rank == odd else None
+        hooks = StateHooks(edit_load=own if by_hook else None)
+        with member.manager(store, hooks=hooks, save_timeout_s=LONG_S) as manager:
+            return said_by(manager.load, **({} if by_hook else {"edit": own}))
+
+    name = "hooks.edit_load" if by_hook else "edit"
+    assert all(f"{name}=" in said for said in all_of(on_ranks(2, work)))

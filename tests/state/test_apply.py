@@ -9,7 +9,13 @@ import pytest
 import torch
 from torch import nn, optim
 
-from holdfast.errors import FormatError, HoldfastError, MismatchError, UsageError
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    MismatchError,
+    UnsupportedState,
+    UsageError,
+)
 from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import document
 from holdfast.state.apply import OpaqueLoadFailed
@@ -390,6 +396,21 @@ def test_a_distributed_wrapper_leaves_no_trace() -> None:
     finally:
         dist.destroy_process_group()
     assert names == ["weight", "bias"]
+
+
+def test_an_optimizer_that_cannot_give_its_state_is_named_with_the_remedy() -> None:
+    dist = pytest.importorskip("torch.distributed")
+    zero = pytest.importorskip("torch.distributed.optim").ZeroRedundancyOptimizer
+    if not dist.is_gloo_available():
+        pytest.skip("needs gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 2)
+        state = {"model": model, "sharded": zero(model.parameters(), torch.optim.AdamW)}
+        with pytest.raises(UnsupportedState, match=r"sharded: Zero.*consolidated.*docs/ranks.md"):
+            capture(state)
+    finally:
+        dist.destroy_process_group()
 
 
 class _Adding:

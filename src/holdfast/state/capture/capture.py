@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from holdfast.errors import UnsupportedState
+from holdfast.errors import HoldfastError, UnsupportedState
 from holdfast.format.objects import TreeDocument
 from holdfast.state import modules, optimizers
 from holdfast.state.capture import lacking as held
@@ -189,7 +189,7 @@ class Capturer:
             return self._optimizer(name, value)
         if kind == "object":
             self._discard_foreseen()
-        content = value.state_dict() if kind == "object" else value
+        content = _call_state_dict(name, value) if kind == "object" else value
         walked = None if kind == "generator" else content
         recalled = self._recalled(name, kind, walked, None)
         if recalled is not None:
@@ -365,3 +365,20 @@ def unheld_in(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
     if not held.homeless(state, parameter_names(live.items())):
         return {}
     return Capturer(state, is_shared=True).capture().look_for_unheld()
+
+
+def _call_state_dict(component: str, value: Any) -> Any:
+    """Return the state of an object of another library; name the component if that fails."""
+    try:
+        return value.state_dict()
+    except HoldfastError:
+        raise
+    except Exception as error:
+        kind = type(value).__name__
+        reason = f"{kind}.state_dict() failed ({type(error).__name__}: {error})"
+        if kind == "ZeroRedundancyOptimizer":
+            reason += (
+                ". It can gather its state only on one rank at a time. Save an object that has "
+                "gathered it on each, as docs/ranks.md shows under ZeroRedundancyOptimizer"
+            )
+        raise UnsupportedState([(component, reason)]) from error
