@@ -419,7 +419,10 @@ def test_files_of_others_in_a_checkpoint_stay_with_its_register(is_whole: bool) 
     with manager_of(store) as manager:
         folder = manager.save(1).wait().folder
     # A name that no key has, names of our own patterns, and one inside a folder.
-    mine = ("index (copy).json", "model-00001-of-00002.safetensors", "notes-0007.json", "eval/a")
+    mine = (
+        *("index (copy).json", "model-00001-of-00002.safetensors", "notes-0007.json", "eval/a"),
+        *("model-00007.safetensors.zst", "data-00007.json.lz4"),
+    )
     for name in mine:
         store._objects[f"{folder}/{name}"] = b"{}"
     left_alone = commit.remove_files(store, folder, whole=is_whole)

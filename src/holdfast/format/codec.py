@@ -44,6 +44,8 @@ class Codec:
     """The fastest level that still compresses well."""
     encode: Encode
     decode: Decode
+    magic: bytes = b""
+    """First bytes of each stored block; empty if they vary."""
     filters: Sequence[tuple[Shuffle, Inner]] = ()
     """The pairs of `shuffle` and `inner` that "auto" tries. Empty: the codec has no filters."""
 
@@ -58,6 +60,7 @@ CODECS: Mapping[CodecName, Codec] = types.MappingProxyType(
             default_level=1,
             encode=frames.encode_zstd,
             decode=frames.decode_zstd,
+            magic=b"\x28\xb5\x2f\xfd",
         ),
         "lz4": Codec(
             suffix=".lz4",
@@ -67,6 +70,7 @@ CODECS: Mapping[CodecName, Codec] = types.MappingProxyType(
             default_level=0,
             encode=frames.encode_lz4,
             decode=frames.decode_lz4,
+            magic=b"\x04\x22\x4d\x18",
         ),
         "blosc2": Codec(
             suffix=".blosc2",

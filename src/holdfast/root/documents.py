@@ -22,6 +22,7 @@ from holdfast.errors import (
     some_of,
 )
 from holdfast.format import layout
+from holdfast.format.codec import CODECS
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, decode_register
 from holdfast.format.strictjson import MAX_CHECKED_NBYTES
@@ -139,16 +140,20 @@ def is_own_file(
 ) -> bool:
     """Whether a file in an attempt's folder is one that Holdfast has written.
 
-    By its name if the manifest `listed` names, else by its first bytes. `may_be_unwritten`: a data
-    file may have none yet, as a killed save leaves it.
+    By its name if the manifest `listed` names, else by its first bytes. Encrypted bytes prove
+    nothing, so such a file is known by its name. `may_be_unwritten`: a data file may have no bytes
+    yet, as a killed save leaves it.
     """
     if layout.is_stored_name(name) or (listed is not None and name in listed):
         return True
     is_document = layout.is_sidecar(name) or layout.parse_keys(name) is not None
     if not is_document and listed is not None:
         return False
+    magic = None
     if not is_document and name != layout.MANIFEST and not layout.is_listed_name(name):
-        return layout.is_data_name(name)  # compressed
+        if not layout.is_data_name(name):
+            return False
+        magic = next(codec.magic for codec in CODECS.values() if name.endswith(codec.suffix))
     try:
         head = store.get(info.key, 0, min(info.nbytes, _HEAD_NBYTES))
     except NotFound:
@@ -157,6 +162,8 @@ def is_own_file(
         return is_document
     if not head.strip(b"\0"):
         return may_be_unwritten and not is_document
+    if magic is not None:
+        return head.startswith(magic)
     return head[8:].startswith(_OWN_HEADER) or is_own_json(head)
 
 
