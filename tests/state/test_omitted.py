@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import ExponentialLR, SequentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel
 
 from holdfast import CheckpointManager
 from holdfast.store.memory import MemoryStore
@@ -52,6 +53,25 @@ def warned(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
 
 
 Warned = Callable[..., list[str]]
+
+
+def test_an_omitted_average_is_named_once_unless_it_is_not_updated(warned: Warned) -> None:
+    model = network()
+    optimizer = AdamW(model.parameters())
+    average, idle = AveragedModel(model), AveragedModel(model)
+    idle.update_parameters(model)
+    step = stepping(model, optimizer)
+    state = {"model": model, "optimizer": optimizer}
+
+    def averaging() -> None:
+        step()
+        average.update_parameters(model)
+
+    assert warned(state, step) == []
+    assert warned({**state, "average": average}, averaging) == []
+    assert warned({**state, "average": average.state_dict()}, averaging) == []
+    (text,) = warned(state, averaging)
+    assert "AveragedModel" in text
 
 
 def test_an_omitted_optimizer_is_named_once(warned: Warned) -> None:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from torch.optim.swa_utils import AveragedModel
 
 from holdfast.control.stop import Stop
 from holdfast.events import Emitter, Kind
@@ -24,6 +27,7 @@ from holdfast.state.capture.lacking import (
     is_outside,
     lacks_optimizer,
     omitted,
+    unsaved_averages,
 )
 from holdfast.state.capture.outside import OutsideState, format_outside_state
 from holdfast.state.components import ParameterNames, is_of_trainer
@@ -52,6 +56,9 @@ class ScriptWarnings:
         """Ids of this process's children when loaders with persistent workers were looked for."""
         self.positions = PositionChecks(state)
         self._outside = OutsideState(state)
+        self._num_saves = 0
+        self._averages = WeakKeyDictionary[AveragedModel, int]()
+        """Averages of weights that are not saved, with their updates when last looked for."""
         self._stepping: Sequence[int] | None = None
         """Ids of the optimizers' parameters at the last search for parameters in no component."""
         self._names: ParameterNames | None = None
@@ -78,9 +85,18 @@ class ScriptWarnings:
         self._lacks_due = False
 
     def of_omitted(self, captured: Captured, stepped: Sequence[Stepped]) -> None:
-        """Warn, once, of optimizers, schedulers and scalers that are used and not saved."""
-        if self._omitted_due and stepped and not is_of_trainer(self._state):
-            classes = omitted(self._state, stepped, captured.addresses)
+        """Warn, once, of optimizers, schedulers, scalers and averages that are used and not saved.
+
+        Averages are looked for at the saves 1, 2, 4, 8, … since that takes long.
+        """
+        if self._omitted_due and not is_of_trainer(self._state):
+            saved, grown = captured.addresses, list[AveragedModel]()
+            self._num_saves += 1
+            if self._num_saves & (self._num_saves - 1) == 0:
+                found, before = unsaved_averages(self._state, saved), self._averages
+                grown = [one for one, num in found.items() if num > before.get(one, num)]
+                self._averages = WeakKeyDictionary(found)
+            classes = omitted(self._state, stepped, saved, grown)
             self._omitted_due = not classes
             if classes:
                 self._emit("warning", f"{self._url}: {OMITTED.format(', '.join(classes))}")

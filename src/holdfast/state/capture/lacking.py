@@ -10,11 +10,12 @@ import gc
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
-from torch import Tensor, nn
+from torch import Size, Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from holdfast.state import optimizers
@@ -159,6 +160,7 @@ def omitted(
     state: Mapping[str, Any],
     stepped: Iterable[Stepped],
     saved: Collection[int],
+    averages: Iterable[AveragedModel] = (),
 ) -> list[str]:
     """Name the classes of optimizers, schedulers and scalers that train a state and are not in it.
 
@@ -166,6 +168,7 @@ def omitted(
         state: the components. An object of another class may hold anything.
         stepped: optimizers that step, each with the scaler that calls it.
         saved: addresses of the saved tensors.
+        averages: averages of its models that were updated lately, and have no saved tensor.
     """
     values = [*state.values()]
     known = nn.Module | Optimizer | LRScheduler | GradScaler
@@ -173,7 +176,7 @@ def omitted(
     if any(hasattr(value, "state_dict") for value in others):
         return []
     dicts = list(_dicts("", dict(state)))
-    used: list[Any] = []
+    used: list[Any] = [*averages]
     for optimizer, scaler in stepped:
         if not _is_any_at(
             saved, (one for group in optimizer.param_groups for one in group["params"])
@@ -199,6 +202,26 @@ def omitted(
     return sorted({type(one).__name__ for one in lost if not _is_kept(one, dicts)})
 
 
+def unsaved_averages(state: Mapping[str, Any], saved: Collection[int]) -> dict[AveragedModel, int]:
+    """Find averages of a state's models without a saved tensor, with their numbers of updates.
+
+    Searches all objects of the process, which takes some milliseconds.
+    """
+    models = [unwrap_module(one) for one in state.values() if isinstance(one, nn.Module)]
+    shapes = [_shapes(model) for model in models]
+    averages: list[AveragedModel] = instances_of(AveragedModel)
+    return {
+        one: int(one.n_averaged)
+        for one in averages
+        if _shapes(unwrap_module(one.module)) in shapes and not _is_any_at(saved, one.parameters())
+    }
+
+
+def _shapes(module: nn.Module) -> dict[str, Size]:
+    named = module.named_parameters()
+    return {name: parameter.shape for name, parameter in named if not is_lazy(parameter)}
+
+
 def _dicts(name: str, value: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
     """Yield a value and the dicts inside it, each with its key."""
     if isinstance(value, dict):
@@ -212,6 +235,8 @@ def _dicts(name: str, value: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
 
 def _is_kept(one: Any, dicts: Iterable[tuple[str, dict[Any, Any]]]) -> bool:
     """Whether a dict in the state has the keys of a scheduler's or scaler's `state_dict()`."""
+    if isinstance(one, AveragedModel):
+        return any("n_averaged" in found for _, found in dicts)
     if not isinstance(one, LRScheduler | GradScaler):
         return False
     keys = one.state_dict().keys()
