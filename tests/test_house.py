@@ -96,7 +96,7 @@ SOURCE = (
     # Parameters of one function, without self, *args and **kwargs.
     Limit("widest call", 32, "Put parameters that belong together into a dataclass"),
     # Lines that are a comment and nothing else.
-    Limit("comment lines, %", 0.63, "Say why in comments: order, hazards", at_least=True),
+    Limit("comment lines, %", 0.65, "Say why in comments: order, hazards", at_least=True),
     # Parameters, results and variables whose annotation has an Any in it.
     Limit(
         "annotations with Any, %",
@@ -144,16 +144,31 @@ RUNS = (
     ),
     Limit(
         "CheckpointManager(…): lines run",
-        1_160,
+        1_170,
         _FEWER_PARTS,
         reason="a manager, its parts, saves and loads have a file each",
     ),
     Limit("first save: modules run", 88, _FEWER_PARTS),
-    Limit("first save: lines run", 3_330, _FEWER_PARTS),
+    Limit(
+        "first save: lines run",
+        3_370,
+        _FEWER_PARTS,
+        reason="warnings of scripts are compared among ranks, and averages are looked for",
+    ),
     Limit("later save: modules run", 82, _FEWER_PARTS),
-    Limit("later save: lines run", 2_490, _FEWER_PARTS),
+    Limit(
+        "later save: lines run",
+        2_510,
+        _FEWER_PARTS,
+        reason="warnings of scripts are compared among ranks, and averages are looked for",
+    ),
     Limit("resume: modules run", 86, _FEWER_PARTS),
-    Limit("resume: lines run", 3_130, _FEWER_PARTS),
+    Limit(
+        "resume: lines run",
+        3_140,
+        _FEWER_PARTS,
+        reason="warnings of scripts are compared among ranks, and averages are looked for",
+    ),
 )
 
 
