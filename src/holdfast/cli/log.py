@@ -149,9 +149,8 @@ def log_root(root: str, *, saves: bool = False) -> Answer:
 
     A session is the time in which one process owns the run. Shown are its host and process, the
     step from which it resumed, its last save, how many of its checkpoints still exist, and how it
-    ended. It is closed also if an error or Ctrl-C left the manager's `with` block, and crashed or
-    killed if the process ended before it could close. Reasons of deletions and changes of
-    arguments, data and versions are listed below.
+    ended: closed, also by an error that left the `with` block, or crashed or killed. Reasons of
+    deletions and changes of arguments, data and versions are listed below.
     """
     store = open_root(root)
     catalog = Catalog(store)

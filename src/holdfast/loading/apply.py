@@ -6,7 +6,7 @@ settings of the script were replaced. The search decides which checkpoint is cho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,15 +18,6 @@ from holdfast.ownership.claim import settled_choice
 from holdfast.ownership.owner import Ownership
 from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.state.apply import OpaqueLoadFailed
-from holdfast.state.modules import note_loaded
-from holdfast.state.patterns import convert_names
-from holdfast.state.planning.overrides import OptimizerOptions
-from holdfast.state.planning.schedulesettings import (
-    Rates,
-    ScriptSchedules,
-    Settings,
-    check_override,
-)
 from holdfast.store.base import Store
 
 
@@ -143,38 +134,6 @@ class CheckpointApplier:
         if candidate.options.is_full:
             self._touched.clear()
             self.half_loaded = None
-
-
-class ScriptSettings:
-    """Learning rates and settings in the live state, recorded before a load replaces them."""
-
-    def __init__(self, state: Mapping[str, Any], override: Iterable[str]) -> None:
-        """Record them; `override` names options that keep the script's value."""
-        self._state = state
-        self._rates = Rates(state)
-        self._settings = Settings(state)
-        self._options = OptimizerOptions(state)
-        self._override = convert_names(override, "override")
-        check_override(state, self._override)
-        self._schedules = ScriptSchedules(state, self._override)
-
-    def origins(self) -> dict[str, str]:
-        """Return the options of optimizers with which a run begins, as text."""
-        return self._options.origins(is_start=True)
-
-    def restore_settings(self, found: LoadCandidate) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Restore, after a load, what goes by the script.
-
-        Returns notes on settings that the script and the checkpoint have otherwise, and the origins
-        of the optimizers' options from now on.
-        """
-        note_loaded(self._state.get(name) for name in found.prepared.needed)
-        self._rates.restore_rates(found.one_sided.new)
-        config = found.entry.manifest.config
-        needed = found.prepared.needed
-        notes, origins = self._options.apply_overrides(self._override, config, loaded=needed)
-        notes += self._schedules.apply_overrides(needed)
-        return (*notes, *self._settings.replaced()), origins
 
 
 def loaded(found: LoadCandidate, reader: CheckpointSearch, replaced: Sequence[str]) -> Checkpoint:

@@ -377,8 +377,5 @@ def _call_state_dict(component: str, value: Any) -> Any:
         kind = type(value).__name__
         reason = f"{kind}.state_dict() failed ({type(error).__name__}: {error})"
         if kind == "ZeroRedundancyOptimizer":
-            reason += (
-                ". It can gather its state only on one rank at a time. Save an object that has "
-                "gathered it on each, as docs/ranks.md shows under ZeroRedundancyOptimizer"
-            )
+            reason += ". Save an object that gathers it on each rank: see docs/ranks.md"
         raise UnsupportedState([(component, reason)]) from error

@@ -175,8 +175,8 @@ class Callbacks:
         if both and self._is_leader:  # other ranks call no logger
             shown = ", ".join(map(repr, sorted(both)))
             logger.warning(
-                "training.log: the Trainer logs %s itself. Of two values of one step a logger may "
-                "keep only one: log yours under another name, such as %r",
+                "training.log: the Trainer logs %s, too, and loggers may keep one value a step: "
+                "use another name, such as %r",
                 shown,
                 f"own/{min(both)}",
             )

@@ -120,10 +120,9 @@ class Numerics:
         def check_caller(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if not self._is_stepping:
                 raise UsageError(
-                    f"step() of {type(optimizer).__name__} was called by a hook, the loss or the "
-                    "update function. The Trainer steps its optimizers itself, so this step would "
-                    "be in their moments and not in the counters: remove the call. In an update "
-                    "function call control.step()"
+                    f"{type(optimizer).__name__}.step() was called by a hook, a loss or an update "
+                    "function. Only the Trainer steps its optimizers: remove the call, or call "
+                    "control.step() in an update function"
                 )
 
         check_caller._torchdynamo_disable = True  # type: ignore[attr-defined]
