@@ -336,6 +336,7 @@ def saves_from_a_signal_in_a_step(run: Run) -> None:
 
 def saves_a_swapped_average(run: Run) -> None:
     ema = torch.optim.swa_utils.AveragedModel(run.model)
+    ema.not_state = ("module",)  # type: ignore[assignment]  # its omission is another warning
     for number in range(1, 7):
         train(run)
         ema.update_parameters(run.model)
