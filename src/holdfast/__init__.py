@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from holdfast.policy.triggers import WallClock as WallClock
     from holdfast.policy.triggers import When as When
     from holdfast.results import Checkpoint as Checkpoint
-    from holdfast.results import PendingSave as PendingSave
     from holdfast.state.components import PerRank as PerRank
+    from holdfast.store import open_store as open_store
     from holdfast.store.local.store import LocalStore as LocalStore
     from holdfast.store.memory import MemoryStore as MemoryStore
     from holdfast.store.remote.opening import RemoteOptions as RemoteOptions
@@ -81,7 +81,6 @@ _HOMES = {
     "MemoryStore": "holdfast.store.memory",
     "On": "holdfast.policy.triggers",
     "OnCommit": "holdfast.control.reporter",
-    "PendingSave": "holdfast.results",
     "PerRank": "holdfast.state.components",
     "RemoteOptions": "holdfast.store.remote.opening",
     "RemoteStore": "holdfast.store.remote.store",
@@ -100,6 +99,7 @@ _HOMES = {
     "keys": "holdfast",
     "load_file": "holdfast.interop.lazy",
     "load_weights": "holdfast.weights",
+    "open_store": "holdfast.store",
     "progress": "holdfast.threads.progress",
     "reading": "holdfast.ownership.access",
     "sinks": "holdfast",
