@@ -6,13 +6,17 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from data.sources import Shards
-from holdfast.data import Stream
+from holdfast.data import Loader, Stream
+from holdfast.manager import CheckpointManager
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -125,3 +129,229 @@ def test_a_stream_that_is_not_saved_says_nothing(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         list(Stream(Buffered(InOrder()), batch_size=2))
     assert caplog.messages == []
+
+
+class Numbers:
+    """A source with a state, whose samples depend on the global generator."""
+
+    def __init__(self) -> None:
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.read < 20:
+            self.read += 1
+            yield self.read, float(torch.rand(()))
+        self.read = 0
+
+    def state_dict(self) -> Any:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.read = state["read"]
+
+
+class Shuffled(Numbers):
+    """Shuffles in a buffer that is in no state."""
+
+    size = 5
+
+    def __iter__(self) -> Iterator[Any]:
+        draws, buffer = random.Random(7), list[Any]()
+        for sample in super().__iter__():
+            buffer.append(sample)
+            if len(buffer) == self.size:
+                yield buffer.pop(draws.randrange(self.size))
+        yield from buffer
+
+
+class AllShuffled(Shuffled):
+    """Reads all before it gives a sample, so that its state does not change any more."""
+
+    size = 1000
+
+
+class InHand(Numbers):
+    def __iter__(self) -> Iterator[Any]:
+        samples = super().__iter__()
+        held = next(samples)
+        for sample in samples:
+            yield held
+            held = sample
+        yield held
+
+
+class Noise(Numbers):
+    """Draws from a generator of its own."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        self.generator = generator or torch.Generator()
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in super().__iter__():
+            yield torch.rand(2, generator=self.generator)
+
+
+class CountedByLoop(Numbers):
+    """Its position is what the loop has counted."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from range(self.read, 20)
+        self.read = 0
+
+
+class Listing(Numbers):
+    """Has items, and no position in them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(5))
+
+
+class Remembering(Numbers):
+    """Reading it moves an object that a copy would share, so it is not read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = iter(range(40))
+        self.draw = lambda: next(numbers)
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in super().__iter__():
+            yield self.draw()
+
+
+class Batched(Numbers):
+    """Skips batches of a DataLoader, which has workers and a sampler with `set_epoch`."""
+
+    def __init__(self, is_passed_on: bool, *, shuffle: bool = True) -> None:
+        super().__init__()
+        sampler = DistributedSampler(range(20), 1, 0, shuffle=shuffle)  # type: ignore[arg-type]
+        self.loader = DataLoader(range(20), 4, sampler=sampler, num_workers=1)  # type: ignore[arg-type]
+        self.sampler, self.is_passed_on = sampler, is_passed_on
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.is_passed_on:
+            self.sampler.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.loader):
+            if number >= self.read:
+                self.read += 1
+                yield batch
+        self.read = 0
+
+
+SHARED = torch.Generator()
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (Shuffled, INCOMPLETE),
+        (AllShuffled, INCOMPLETE),
+        (InHand, INCOMPLETE),
+        (Noise, INCOMPLETE),
+        (lambda: Batched(False), UNREACHED),
+        (Numbers, None),
+        (CountedByLoop, None),
+        (Listing, None),
+        (Remembering, None),
+        (lambda: Noise(SHARED), None),
+        (lambda: Batched(True), None),
+        (lambda: Batched(False, shuffle=False), None),
+    ],
+)
+def test_a_component_that_gives_data_is_checked_once_and_not_moved(
+    make: Callable[[], Any], expected: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    SHARED.manual_seed(0)
+    alone = [repr(sample) for sample in make()]
+    torch.manual_seed(0)
+    SHARED.manual_seed(0)
+    state = {"model": nn.Linear(1, 1), "data": make(), "order": SHARED}
+    torch.manual_seed(0)
+    taken = []
+    with CheckpointManager(tmp_path, state) as manager:
+        for step, sample in enumerate(state["data"], 1):
+            taken.append(repr(sample))
+            if step < 4:
+                manager.save(step)
+    assert taken == alone
+    found = [text for text in caplog.messages if INCOMPLETE in text or UNREACHED in text]
+    assert len(found) == (expected is not None)
+    assert expected is None or expected in found[0]
+
+
+def test_a_buffer_that_is_empty_at_each_save_is_not_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Shuffled()
+    with CheckpointManager(tmp_path, {"model": nn.Linear(1, 1), "data": data}) as manager:
+        for epoch in (1, 2):
+            list(data)
+            manager.save(epoch)
+        assert INCOMPLETE not in caplog.text
+        batches = iter(data)
+        next(batches)
+        manager.save(3)
+    assert caplog.text.count(INCOMPLETE) == 1
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_known_fault_of_a_component_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+    data = module.StatefulDataLoader([1, 2], sampler=RandomSampler([1, 2]))
+    with CheckpointManager(tmp_path, {"model": nn.Linear(1, 1), "data": data}) as manager:
+        for step in (1, 2):
+            manager.save(step)
+    assert caplog.text.count("RandomSampler loses its order") == 1
+
+
+class ByEpoch:
+    """A sampler with another order in each epoch."""
+
+    def __init__(self, *, is_fixed: bool = False) -> None:
+        self.epoch, self.is_fixed = 0, is_fixed
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = 0 if self.is_fixed else epoch
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        own = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(12, generator=own).tolist())
+
+
+class Hiding:
+    """A wrapper of a sampler without its `set_epoch`."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.inner
+
+
+@pytest.mark.parametrize(
+    ("sampler", "batch_size", "is_named"),
+    [
+        (Hiding(ByEpoch()), 3, True),
+        (ByEpoch(), 3, False),
+        (Hiding(ByEpoch(is_fixed=True)), 3, False),
+        (Hiding(range(12)), 3, False),
+        (Hiding(ByEpoch()), 12, False),
+    ],
+)
+def test_a_sampler_that_hides_set_epoch_is_named_once(
+    sampler: Any, batch_size: int, is_named: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    list(Loader(range(12), batch_size, sampler=sampler).until(14))
+    assert caplog.text.count(UNREACHED) == is_named

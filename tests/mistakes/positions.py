@@ -8,7 +8,7 @@ from itertools import islice
 import torch
 from tests.mistakes.table import Theme
 from tests.mistakes.user import User, new_state
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from holdfast.data import Loader, Stream
 
@@ -79,6 +79,61 @@ class Plain:
         return iter(self.inner)
 
 
+class Silent(Plain):
+    """A wrapper whose `set_epoch` does nothing."""
+
+    def set_epoch(self, epoch):
+        pass
+
+
+class Orders(RandomSampler):
+    """A sampler with another order in each epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        own = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(len(self), generator=own).tolist())
+
+
+class Hiding:
+    """A wrapper of a sampler without its `set_epoch`."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+class Sampled(Numbers):
+    """Batches of torch's DataLoader, with a position."""
+
+    def __init__(self):
+        super().__init__()
+        numbers = range(8)
+        self.loader = DataLoader(numbers, 2, sampler=DistributedSampler(numbers, 1, 0))  # type: ignore[arg-type]
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        for batch in islice(self.loader, self.read, None):
+            self.read += 1
+            yield batch
+        self.read = 0
+
+
+def sum_of(model):
+    return sum(parameter.sum() for parameter in model.parameters())
+
+
 def ahead(batches):
     held = None
     for batch in batches:
@@ -118,6 +173,30 @@ def _(user: User) -> None:
 def _(user: User) -> None:
     data = Stream(Ahead(), 2)
     saved(user, data, data)
+
+
+@case("a source with a shuffle buffer in the state", names="this Shuffled", state=None)
+def _(user: User) -> None:
+    data = Shuffled()
+    saved(user, data, data)
+
+
+@case("a sampler's wrapper hides its `set_epoch`", names="in each lap", state=None)
+def _(user: User) -> None:
+    list(Loader(torch.zeros(40, 4), 4, sampler=Hiding(Orders(range(40)))).until(12))
+
+
+@case("a wrapper in the state does not pass `set_epoch` on", names="this Silent", state=None)
+def _(user: User) -> None:
+    data = Silent(ByEpoch())
+    saved(user, data, data)
+
+
+@case("a `DistributedSampler`, and nobody calls `set_epoch`", names="same batch", state=None)
+def _(user: User) -> None:
+    user.trainer(data=Sampled(), loss=lambda model, batch: batch.sum() * 0 + sum_of(model)).fit(
+        "3ep"
+    )
 
 
 @case("a wrapper of a source hides its `set_epoch`", names="does not reach", state=None)

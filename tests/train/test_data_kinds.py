@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from data.sources import Shards, Stateless
 from holdfast.data import Buckets, Loader, Mixture, Stream, Weighted
 from holdfast.testing.resume import Report, assert_resume_equivalent, leaf_digests
-from holdfast.train import Validation
+from holdfast.train import Limits, Validation
 from runs import be_a_script
 from train.small import Noisy, make, network
 from train.test_resume import KilledIn, Phase
@@ -121,3 +121,87 @@ def test_a_stop_in_a_fetch_of_a_stream_goes_on_bit_for_bit(tmp_path: Path, at: i
     again = trainer(tmp_path / "parts", Stream(Interrupting(0), batch_size=3, shuffle=6))
     again.fit(STEPS)
     assert leaf_digests(again.state) == leaf_digests(straight.state)
+
+
+class Skipping:
+    """Skips the batches of torch's DataLoader that were taken before a resume."""
+
+    def __init__(self, **options: Any) -> None:
+        self.num_taken = 0
+        self.loader = DataLoader(range(12), **{"batch_size": 4, **options})  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._rest(iter(self.loader))  # workers draw the order here
+
+    def _rest(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for number, batch in enumerate(batches):
+            if number >= self.num_taken:
+                self.num_taken += 1
+                yield batch.unsqueeze(1).expand(-1, 4)
+        self.num_taken = 0
+
+    def state_dict(self) -> Any:
+        return {"num_taken": self.num_taken}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.num_taken = state["num_taken"]
+
+
+def test_epochs_differ_that_workers_draw_as_an_iteration_starts(tmp_path: Path) -> None:
+    """Invariant 7, within epochs, too."""
+    taken: list[list[int]] = []
+
+    def loss(model: torch.nn.Module, batch: Tensor) -> Tensor:
+        taken.append(batch[:, 0].tolist())
+        return model(batch.float()).square().mean()
+
+    options: Any = {"loss": loss, "every": "1step"}
+    data = {"shuffle": True, "num_workers": 1}
+    make(tmp_path / "straight", data=Skipping(**data), **options).fit(9)
+    straight, taken[:] = [*taken], []
+    for steps in (2, 4, 9):
+        make(tmp_path / "parts", data=Skipping(**data), **options).fit(steps)
+    assert taken == straight
+    assert len({str(straight[start : start + 3]) for start in (0, 3, 6)}) == 3
+
+
+def in_parts(**options: Any) -> DistributedSampler[int]:
+    return DistributedSampler(range(12), 1, 0, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "limits", "is_named"),
+    [
+        ({"sampler": in_parts()}, Limits(), True),
+        (
+            {"sampler": in_parts(), "num_workers": 1},
+            Limits(),
+            True,
+        ),
+        (
+            {"sampler": in_parts(), "batch_size": 12},
+            Limits(),
+            False,
+        ),
+        ({"sampler": in_parts()}, Limits(overfit=2), False),
+        (
+            {"sampler": in_parts(shuffle=False)},
+            Limits(),
+            False,
+        ),
+        ({"shuffle": True}, Limits(), False),
+        ({"shuffle": False}, Limits(), False),
+    ],
+)
+def test_data_whose_epoch_nobody_sets_is_named_once(
+    options: Any,
+    limits: Limits,
+    is_named: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer(tmp_path, Skipping(**options), limits=limits).fit("4ep")
+    assert caplog.text.count("begin with the same batch") == is_named

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
-import torch
 
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
@@ -60,31 +57,6 @@ def changes(stored: Mapping[str, Any], data: str, fingerprint: str | None) -> li
     if stored.get("data", data) != data:
         notes.append(f"the data was {stored['data']} and is {data} now")
     return notes
-
-
-def digest_sample(sample: Any) -> str:
-    """Return a digest of a sample's numbers, texts and bytes; of other objects of their types."""
-    found = hashlib.blake2b(digest_size=8)
-    for part in _encode_parts(sample):
-        found.update(len(part).to_bytes(8, "little") + part)
-    return found.hexdigest()
-
-
-def _encode_parts(value: Any) -> Iterator[bytes]:
-    yield type(value).__qualname__.encode()
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _encode_parts(key)
-            yield from _encode_parts(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _encode_parts(inner)
-    elif isinstance(value, torch.Tensor):
-        yield bytes(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        yield value.tobytes()
-    elif isinstance(value, str | bytes | int | float | complex | None):
-        yield value if isinstance(value, bytes) else repr(value).encode()
 
 
 def _is_path(value: Any) -> bool:

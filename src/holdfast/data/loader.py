@@ -33,6 +33,7 @@ from holdfast.data.permutation import Permutation
 from holdfast.data.ranks import HasRank
 from holdfast.data.workers import kill_at_exit
 from holdfast.errors import UsageError, listing
+from holdfast.state.probing import hides_epochs
 
 logger = logging.getLogger("holdfast")
 
@@ -164,6 +165,7 @@ class Loader(Feed):
         self._sampler, self._batch_sampler = sampler, batch_sampler
         self._is_sampled = sampler is not None or batch_sampler is not None
         self._laps: dict[tuple[int, int], samplers.Lap] = {}
+        self._has_compared = False
         """Of a sampler: the last two laps that were drawn, by seed and lap."""
         self._check_not_empty()
         if self._is_sampled:
@@ -344,8 +346,23 @@ class Loader(Feed):
             if self._batches_per_epoch is not None and lap:
                 check_like_first(len(drawn.ends), self._batches_of_lap(seed, 0), lap)
             kept = list(self._laps.items())[-1:]
+            self._warn_if_same(lap, drawn, [each for _, each in kept])
             self._laps = dict([*kept, ((seed, lap), drawn)])
         return self._laps[seed, lap]
+
+    def _warn_if_same(self, lap: int, drawn: samplers.Lap, before: list[samplers.Lap]) -> None:
+        """Log a warning, once, if a lap has the order of another, as set_epoch is not passed on."""
+        if self._has_compared or [each.digest for each in before] != [drawn.digest]:
+            return
+        self._has_compared = True
+        sampler = self._sampler if self._batch_sampler is None else self._batch_sampler
+        if len(drawn.ends) > 1 and hides_epochs(sampler, lap):
+            logger.warning(
+                "the loader's sampler, a %s, gives the same order in each lap: the lap's number "
+                "does not reach an object inside of it that has set_epoch. Add a set_epoch to the "
+                "sampler that calls that one",
+                type(sampler).__name__,
+            )
 
     def _drawn(self, seed: int, lap: int) -> samplers.Lap:
         if self._batch_sampler is not None:

@@ -22,11 +22,11 @@ from typing_extensions import override
 from holdfast.arguments import check_arguments, shown
 from holdfast.data import identity, position, randomness
 from holdfast.data.feed import Feed, torch_loader
-from holdfast.data.foreign import describe_inexact, set_epoch, unrepeatable
-from holdfast.data.probing import Findings, FreshCopies, Probe
 from holdfast.data.ranks import DataRanks, HasRank
 from holdfast.data.workers import kill_at_exit
 from holdfast.errors import UsageError, listing
+from holdfast.state.foreign import describe_inexact, set_epoch, unrepeatable
+from holdfast.state.probing import Findings, FreshCopies, Probe, digest_sample
 
 logger = logging.getLogger("holdfast")
 
@@ -438,7 +438,7 @@ class _Reader(IterableDataset[Any]):
         """Add the first sample of a block to the digest of a replayed epoch."""
         if self._initial is not None or not block:
             return before
-        return identity.digest_sample((before, block[0]))
+        return digest_sample((before, block[0]))
 
     def _state(self) -> Any:
         return None if self._initial is None else _state_of(self._source)

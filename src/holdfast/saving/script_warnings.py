@@ -6,11 +6,12 @@ Among them are checks of positions in the data against the steps that were train
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from holdfast.control.stop import Stop
 from holdfast.events import Emitter, Kind
@@ -30,7 +31,9 @@ from holdfast.state.capture.lacking import (
     unsaved_averages,
 )
 from holdfast.state.capture.outside import OutsideState, format_outside_state
-from holdfast.state.components import ParameterNames, is_of_trainer
+from holdfast.state.components import ParameterNames, is_of_trainer, kind_of
+from holdfast.state.foreign import describe_inexact
+from holdfast.state.probing import SourceCheck
 
 
 class ScriptWarnings:
@@ -40,7 +43,7 @@ class ScriptWarnings:
     the leader, which logs those that are not its own.
     """
 
-    _omitted_due = True
+    _omitted_due = _are_known_due = True
 
     def __init__(
         self, url: str, state: Mapping[str, Any], emit: Emitter, *, is_leader: bool = True
@@ -59,6 +62,7 @@ class ScriptWarnings:
         self._num_saves = 0
         self._averages = WeakKeyDictionary[AveragedModel, int]()
         """Averages of weights that are not saved, with their updates when last looked for."""
+        self._sources = list(_find_sources(state))
         self._stepping: Sequence[int] | None = None
         """Ids of the optimizers' parameters at the last search for parameters in no component."""
         self._names: ParameterNames | None = None
@@ -74,6 +78,7 @@ class ScriptWarnings:
             self._of_outside(captured)
             self.of_lacks()
             self.of_workers()
+            self._of_sources()
 
     def of_lacks(self) -> None:
         """Warn if no component is a position in the data, or none an optimizer."""
@@ -114,6 +119,18 @@ class ScriptWarnings:
         if (before is None or children - before) and draws_once(self._state):
             self._emit("warning", PERSISTENT)
             self._workers_due = False
+
+    def _of_sources(self) -> None:
+        """Warn of data whose state is incomplete, or whose epochs are the same."""
+        if self._are_known_due and not is_of_trainer(self._state):  # a Trainer says so at its start
+            for name, value in self._state.items():
+                inexact = describe_inexact(value)
+                if inexact is not None:
+                    self._emit("warning", f"{self._url}: {name}: {inexact}")
+        self._are_known_due = False
+        for source in self._sources:
+            for text in source.find_faults():
+                self._emit("warning", f"{self._url}: {text}")
 
     def of_position(self, step: int) -> None:
         """Warn, at a save, of batches that the position counts and no step was trained on."""
@@ -350,3 +367,22 @@ def loaders(state: Mapping[str, Any]) -> Iterator[tuple[str, HasTaking]]:
             if isinstance(getattr(type(each), "batches_taken", None), property):
                 yield name, each
                 break
+
+
+def _find_sources(state: Mapping[str, Any]) -> Iterator[SourceCheck]:
+    """Yield checks of the components that give data, except Holdfast's loaders and torch's."""
+    ours = {name for name, _ in loaders(state)}
+    for name, value in state.items():
+        is_source = name not in ours and hasattr(type(value), "__iter__")
+        if is_source and kind_of(value) == "object" and not isinstance(value, DataLoader):
+            others = [other for key, other in state.items() if key != name]
+            held = [one for other in others for one in _parts_of(other)]
+            yield SourceCheck(name, value, {id(one) for one in (*others, *held)})
+
+
+def _parts_of(component: Any) -> Iterable[Any]:
+    if isinstance(component, list):
+        return component
+    return (
+        component if isinstance(component, dict) else getattr(component, "__dict__", {})
+    ).values()

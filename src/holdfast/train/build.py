@@ -20,7 +20,6 @@ from holdfast.arguments import shown
 from holdfast.checkpoints import Checkpoints, best_rules
 from holdfast.control.stop import Stop
 from holdfast.data import Loader, Stream
-from holdfast.data.foreign import describe_inexact
 from holdfast.data.randomness import preserved, seed_generators
 from holdfast.errors import UsageError
 from holdfast.format.layout import LOG
@@ -35,6 +34,7 @@ from holdfast.staging.overlap import Mode
 from holdfast.state.capture.capture import unheld_in
 from holdfast.state.capture.lacking import describe_parameters
 from holdfast.state.components import PROGRESS, RNG, check_state, marked
+from holdfast.state.foreign import describe_inexact
 from holdfast.store.base import Store
 from holdfast.train.argument_checks import Counts, asks_for, check_range, checked_every
 from holdfast.train.averages import SWA, Average, EqualAverage, modules_of_averages

@@ -102,7 +102,7 @@ class Fit:
         """Timestamps before and after the last completed step."""
         self._followed = self._now
         """Timestamp up to which the equal average of the weights has followed."""
-        self._batches = Batches(parts.data)
+        self._batches = Batches(parts.data, parts.seed, self._group.rank)
         self._interruption: Interrupted | None = None
         """Error kept until after the save, as `_batches`: dropping it may wait for data workers."""
         self._metrics = LazyMetrics({})
@@ -296,8 +296,8 @@ class Fit:
             self._enter_step()
             if begun_at == 0:
                 tell(Callback.epoch_start)
-            self._batches.start_iterating()
             epoch, goes_on = self._counters.epoch, True
+            self._batches.start_iterating(epoch, is_new=begun_at == 0)
             while goes_on:  # at least one step, so that `epoch_start` is called once an epoch
                 self._enter_step()
                 tell(Callback.before_data)

@@ -15,9 +15,11 @@ from itertools import islice
 from typing import Any
 
 from holdfast.arguments import check_arguments
-from holdfast.data.randomness import preserved
+from holdfast.data import Loader, Stream
+from holdfast.data.randomness import derive, preserved, seeded
 from holdfast.errors import UsageError
 from holdfast.saving.script_warnings import READ_AHEAD, TakenBatches, loaders
+from holdfast.state.probing import digest_sample, hides_epochs
 from holdfast.train.argument_checks import check_range
 from holdfast.train.step.undo import Boundary
 
@@ -29,8 +31,14 @@ _END = object()
 class Batches:
     """Takes the batches of steps from data whose iteration gives the rest of an epoch."""
 
-    def __init__(self, data: Any) -> None:
-        self._data = data
+    def __init__(self, data: Any, seed: int = 0, rank: int = 0) -> None:
+        self._data, self._seed, self._rank = data, seed, rank
+        self._epoch = 0
+        self._num_windows = 0
+        """Number of windows of the present iteration."""
+        self._first_batch: tuple[int, str] | None = None
+        """Epoch and digest of the first batch of an epoch."""
+        self._compares_epochs = not isinstance(data, Loader | Stream | Overfit)
         self._rest: Iterator[Any] = iter(())
         self.own: list[Any] = []
         """Batches of the last window without those that are a neighbor's (`Loader.own_samples`),
@@ -41,12 +49,16 @@ class Batches:
         self._num_used, self._held = 0, [0, 0]
         """Batches that windows got, and those that a wrapper held after an epoch's first windows"""
 
-    def start_iterating(self) -> None:
-        """Begin an iteration of the rest of the current epoch, or of the next one."""
+    def start_iterating(self, epoch: int, *, is_new: bool = False) -> None:
+        """Begin an iteration of the rest of an epoch, or of a new one."""
+        if is_new and self._num_windows < 2:
+            self._first_batch = None  # an epoch of one batch has no order
+        self._epoch, self._num_windows = epoch, 0 if is_new else 2
         if self._loader is not None:
             self._num_used, self._held = self._loader.batches_taken.num_taken, []
-        with preserved():
-            # Starting an iteration of torch's own loaders draws from the global generator.
+        # Starting an iteration of torch's own loaders draws from the global generator: with workers
+        # also the order, which must differ between epochs, and not between two of one epoch.
+        with seeded(derive(self._seed, "iteration", epoch, self._rank)):
             self._rest = iter(self._data)
 
     def drop_iteration(self) -> None:
@@ -64,9 +76,31 @@ class Batches:
             taken.append(batch)
             if getattr(self._data, "own_samples", None) != 0:
                 self.own.append(batch)
+        if self._compares_epochs and taken and not self._num_windows:
+            self._compare_epochs(taken[0])
+        self._num_windows += 1
         if self._loader is not None and len(self._held) < 2:
             self._warn_if_held(self._loader.batches_taken, len(taken))
         return taken
+
+    def _compare_epochs(self, batch: Any) -> None:
+        """Log a warning if the second epoch begins as the first, and another number changes that.
+
+        The Trainer sets no epoch.
+        """
+        before, self._first_batch = self._first_batch, (self._epoch, digest_sample(batch))
+        if before is None or before[0] + 1 != self._epoch:
+            return
+        self._compares_epochs = False
+        if before[1] == self._first_batch[1] and hides_epochs(self._data, self._epoch):
+            logger.warning(
+                "data: epochs %d and %d of this %s begin with the same batch: its set_epoch, or "
+                "that of a sampler or dataset in it, is not called, or does not reach it. Use a "
+                "holdfast.data.Loader, or a Stream of the source, which set the epoch themselves",
+                before[0],
+                self._epoch,
+                type(self._data).__name__,
+            )
 
     def _warn_if_held(self, taking: TakenBatches, num_taken: int) -> None:
         """Log a warning if a wrapper holds batches after the first two windows of an iteration.
@@ -98,7 +132,7 @@ class Batches:
         if next(self._rest, _END) is _END:
             return True
         kept.restore_snapshot()
-        self.start_iterating()
+        self.start_iterating(self._epoch)
         self._is_trusted = False
         logger.warning(
             "data: after %d batches there was no end of the epoch, though %s says so. What is "
