@@ -239,7 +239,7 @@ def test_lightning_counts_each_sample_once_in_a_metric_weighted_by_own_samples()
 
 
 UNREAD = {
-    "reading the metrics of earlier checkpoints": ("validations", "_known"),
+    "reading the metrics of earlier checkpoints": ("validations", "_read_earlier_metrics"),
     "looking for checkpoints": ("transformers.trainer", "newest_step"),
 }
 """What the leader does alone before training, by its name in errors: module and function."""
@@ -254,9 +254,11 @@ def go_on_unread(name: str, what: str, root: Path, rank: int) -> str:
     def fail(*_: Any) -> Any:
         raise holdfast.errors.AccessDenied("a manifest cannot be read")
 
-    module, function = UNREAD[what]
+    path, function = UNREAD[what]
+    module = importlib.import_module(f"holdfast.bridges.{path}")
+    assert hasattr(module, function)
     if rank == 0:
-        setattr(importlib.import_module(f"holdfast.bridges.{module}"), function, fail)
+        setattr(module, function, fail)
     try:
         VALIDATES[name](checkpoints, [*LOSSES[rank]])
     except holdfast.errors.HoldfastError as error:
