@@ -79,20 +79,17 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 102_200, _SMALLER, reason="the store over SFTP is new"),
+    Limit("lines of src", 98_700, _SMALLER),
     # All but train, bridges, interop, sinks, cli and testing.
-    # The private copy of obstore and the store over SFTP took 640 lines.
     Limit("lines of the core", 58_300, _SMALLER, reason="silent faults of ranks and state"),
-    # 481 before these two.
-    Limit("modules", 419, "Put the function beside its only caller"),
+    Limit("modules", 374, "Put the function beside its only caller"),
     # Classes with one name in several modules; the figure counts names.
     Limit("public class names used twice", 0, "Put the subject into the name", slack=2),
     # Methods and nested functions count, dunder methods do not; `_begin` counts as `begin`.
     Limit("functions that share their name with 4 others, %", 12, _CLEARER),
     Limit("functions with a name of one word, %", 36, _CLEARER),
     # Parameters whose annotation has a Callable in it.
-    # 184 before the retries of SFTP, which repeat any request.
-    Limit("callables as parameters", 185, "Pass an object of a class, or call at the caller"),
+    Limit("callables as parameters", 174, "Pass an object of a class, or call at the caller"),
     # Parameters of one function, without self, *args and **kwargs.
     Limit("widest call", 32, "Put parameters that belong together into a dataclass"),
     # Lines that are a comment and nothing else.
@@ -123,7 +120,7 @@ PROSE = (
     Limit("docs: “is told” per 10,000 words", 0, _ENGLISH, slack=0.3),
     Limit("docs: “but for” per 10,000 words", 0.15, _ENGLISH, slack=0.3),
     # Help, other texts of holdfast.cli, and the texts in `raise` statements.
-    Limit("messages: words", 20_510, "Shorten the messages", reason="mistakes in callbacks"),
+    Limit("messages: words", 20_600, "Shorten the messages", reason="mistakes in hooks and data"),
     Limit("messages: “go on” per 10,000 words", 0, _ENGLISH, slack=0.9),
     Limit("messages: “what as a noun” per 10,000 words", 0.49, _ENGLISH, slack=0.9),
     Limit("messages: “that of” per 10,000 words", 18, _ENGLISH, slack=0.9),
@@ -148,10 +145,10 @@ RUNS = (
         _FEWER_PARTS,
         reason="a manager, its parts, saves and loads have a file each",
     ),
-    Limit("first save: modules run", 88, _FEWER_PARTS),
+    Limit("first save: modules run", 85, _FEWER_PARTS),
     Limit(
         "first save: lines run",
-        3_370,
+        3_390,
         _FEWER_PARTS,
         reason="warnings of scripts are compared among ranks, and averages are looked for",
     ),
@@ -162,7 +159,7 @@ RUNS = (
         _FEWER_PARTS,
         reason="warnings of scripts are compared among ranks, and averages are looked for",
     ),
-    Limit("resume: modules run", 86, _FEWER_PARTS),
+    Limit("resume: modules run", 80, _FEWER_PARTS),
     Limit(
         "resume: lines run",
         3_140,

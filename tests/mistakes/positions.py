@@ -192,7 +192,7 @@ def _(user: User) -> None:
     saved(user, data, data)
 
 
-@case("a `DistributedSampler`, and nobody calls `set_epoch`", names="same batch", state=None)
+@case("a `DistributedSampler` whose `set_epoch` is never called", names="same batch", state=None)
 def _(user: User) -> None:
     user.trainer(data=Sampled(), loss=lambda model, batch: batch.sum() * 0 + sum_of(model)).fit(
         "3ep"
