@@ -64,8 +64,8 @@ def _places() -> Mapping[str, tuple[Any, str]]:
         "rng": (Capturer, "_rng"),
         "capture": (Capturer, "capture"),
         "guard": (Overlap, "guard"),
-        "layout": (Stager, "prepare"),
-        "wake": (Overlapped, "start"),
+        "layout": (Stager, "prepare_staging"),
+        "wake": (Overlapped, "start_copying"),
     }
 
 
