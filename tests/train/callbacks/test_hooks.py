@@ -255,6 +255,20 @@ def test_a_metric_that_the_trainer_logs_as_well_is_warned_of_once(
     make(MemoryStore(), callbacks=[_Logging()]).fit(3)
     texts = [text for one in caplog.records if "the Trainer logs" in (text := one.getMessage())]
     assert [("'loss'" in text, "'draw'" in text, "'mine'" in text) for text in texts] == [
-        (True, False, False),
-        (False, True, False),
+        (True, True, False)
     ]
+
+
+def test_a_loss_that_only_a_callback_logs_is_not_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An update function may give no metric of this name."""
+    trainer = make(MemoryStore(), loss=None, update=_update, callbacks=[_Logging()])
+    trainer.fit(3)
+    assert "the Trainer logs" not in caplog.text
+
+
+def _update(control: Any, batch: Any) -> dict[str, Any]:
+    control.model(batch).mean().backward()
+    control.step()
+    return {"mean": 1.0}

@@ -56,7 +56,7 @@ class Callbacks:
         self._by_hook["fit_start"].sort(key=lambda item: not isinstance(item, Logger))
         self._is_leader = is_leader
         self._warned_of: set[str] = set()
-        self._logged: dict[bool, set[str]] = {True: {"loss"}, False: set()}
+        self._logged: dict[bool, set[str]] = {True: set(), False: set()}
         """Names of the metrics that the Trainer logs itself (True), and that others log."""
 
     @property
