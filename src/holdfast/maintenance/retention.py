@@ -339,11 +339,11 @@ class Deleter:
 
     def _execute(self, claim: Claim, item: PlannedDecision) -> None:
         """Delete a checkpoint, or thin one that the decision keeps; report what was done."""
-        entry, why = item.entry, item.decision.reason
-        components = item.decision.drop if item.decision.keep else ()
+        entry, why, is_kept = item.entry, item.decision.reason, item.decision.keep
+        components = item.decision.drop if is_kept else ()
         self._failures.pop(entry.folder, None)
         try:
-            if components:
+            if is_kept:
                 removal = thin(
                     self.store,
                     entry.folder,
