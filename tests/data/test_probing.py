@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from data.sources import Shards
 from holdfast.data import Loader, Stream
 from holdfast.manager import CheckpointManager
+from holdfast.state import probing
+from holdfast.state.probing import digest_sample
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -355,3 +357,56 @@ def test_a_sampler_that_hides_set_epoch_is_named_once(
 ) -> None:
     list(Loader(range(12), batch_size, sampler=sampler).until(14))
     assert caplog.text.count(UNREACHED) == is_named
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda value: torch.eye(3).mul(value).to_sparse(),
+        lambda value: torch.eye(3).roll(value, 0).to_sparse(),
+        lambda value: torch.eye(3).mul(value).to_sparse_csr(),
+        lambda value: torch.full((3,), value, dtype=torch.cfloat).conj(),
+        lambda value: torch.nested.nested_tensor([torch.full((2,), value)], layout=torch.jagged),
+    ],
+)
+def test_samples_of_any_layout_are_told_apart(make: Callable[[float], torch.Tensor]) -> None:
+    digests = [digest_sample({"x": [make(value)]}) for value in (1, 2, 1)]
+    assert digests[0] == digests[2] != digests[1]
+
+
+def test_a_sample_without_memory_of_its_own_is_told_by_its_type() -> None:
+    assert digest_sample(torch.ones(2, device="meta"))
+
+
+def test_a_source_of_many_names_is_kept_without_a_look_at_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[Any] = []
+    monkeypatch.setattr(probing, "kind_of", looks.append)
+    assert probing.FreshCopies.keep_source([(str(number), number) for number in range(1000)])
+    assert len(looks) < 10
+
+
+class Counted(Numbers):
+    """Counts how often its copies are read."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        type(self).num_read += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize(("limit_s", "expected"), [(-1.0, 1), (60.0, 2)])
+def test_copies_of_a_slow_source_are_not_read_on(
+    limit_s: float, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first save waits for them."""
+    monkeypatch.setattr(probing, "MAX_FIRST_S", limit_s)
+    monkeypatch.setattr(Counted, "num_read", 0)
+    state = {"model": nn.Linear(1, 1), "data": Counted()}
+    with CheckpointManager(tmp_path, state) as manager:
+        manager.save(1)
+    assert Counted.num_read == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 from data.sources import Shards, Stateless
 from holdfast.data import Buckets, Loader, Mixture, Stream, Weighted
 from holdfast.testing.resume import Report, assert_resume_equivalent, leaf_digests
-from holdfast.train import Limits, Validation
+from holdfast.train import Counts, Limits, Validation
 from runs import be_a_script
 from train.small import Noisy, make, network
 from train.test_resume import KilledIn, Phase
@@ -205,3 +206,68 @@ def test_data_whose_epoch_nobody_sets_is_named_once(
 ) -> None:
     trainer(tmp_path, Skipping(**options), limits=limits).fit("4ep")
     assert caplog.text.count("begin with the same batch") == is_named
+
+
+class Sample:
+    """A batch of a class of its own, as of a library for graphs."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+def test_epochs_of_batches_without_plain_content_are_not_called_alike(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The data sets the epoch of its sampler; it has a lock, so that no copy of it is read."""
+
+    class Locked(Skipping):
+        def __init__(self) -> None:
+            self.sampler = in_parts()
+            super().__init__(sampler=self.sampler)
+            self.lock = threading.Lock()
+            self.epoch = 0
+
+        def __iter__(self) -> Iterator[Any]:
+            self.sampler.set_epoch(self.epoch)
+            self.epoch += 1
+            return super().__iter__()
+
+        def _rest(self, batches: Iterator[Any]) -> Iterator[Any]:
+            yield from map(Sample, super()._rest(batches))
+
+    make(
+        tmp_path,
+        data=Locked(),
+        loss=lambda model, batch: mean_square(model, batch.values),
+        counts=Counts(samples=lambda batch: len(batch.values)),
+    ).fit("3ep")
+    assert "begin with the same batch" not in caplog.text
+
+
+class Graphs:
+    """Adjacency matrices, which are sparse."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.num_taken < 3:
+            self.num_taken += 1
+            yield (torch.eye(4) * self.num_taken).to_sparse()
+        self.num_taken = 0
+
+    def state_dict(self) -> Any:
+        return {"num_taken": self.num_taken}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.num_taken = state["num_taken"]
+
+
+def test_a_trainer_takes_sparse_batches(tmp_path: Path) -> None:
+    def loss(model: torch.nn.Module, batch: Tensor) -> Tensor:
+        return mean_square(model, batch.to_dense())
+
+    assert make(tmp_path, data=Graphs(), loss=loss).fit("3ep").step == 9

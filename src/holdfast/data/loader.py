@@ -165,8 +165,8 @@ class Loader(Feed):
         self._sampler, self._batch_sampler = sampler, batch_sampler
         self._is_sampled = sampler is not None or batch_sampler is not None
         self._laps: dict[tuple[int, int], samplers.Lap] = {}
-        self._has_compared = False
         """Of a sampler: the last two laps that were drawn, by seed and lap."""
+        self._has_compared = False
         self._check_not_empty()
         if self._is_sampled:
             self._check_is_pure()

@@ -11,8 +11,9 @@ import inspect
 import io
 import logging
 import pickle
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -36,9 +37,13 @@ logger = logging.getLogger("holdfast")
 
 _MAX_NBYTES = 64 * 2**20
 """Size above which a source is not copied: the check must cost little."""
+MAX_FIRST_S = 2.0
+"""Time for the first sample, in seconds, above which a copy is not read on: a save waits for it."""
 _MAX_DEPTH = 5
 _SHARED = (type, FunctionType, BuiltinFunctionType, ModuleType)
 _PLAIN = (type, ModuleType, int, float, complex, str, bytes, type(None))
+_FIXED = frozenset({bool, int, float, complex, str, bytes, tuple, type(None)})
+"""Types of objects that nothing can move; most of a large source are of these."""
 _END = object()
 
 
@@ -191,9 +196,12 @@ def _loses_samples(fresh: FreshCopies) -> bool:
     A source that begins again with the same state has its position set by the loop.
     """
     with _undisturbed():
+        began_s = time.monotonic()
         source = fresh.make_copy()
         samples = iter(source)
         first = digest_sample(next(samples))
+        if time.monotonic() - began_s > MAX_FIRST_S:
+            raise ValueError("its first sample takes long")
         state, before = deepcopy(source.state_dict()), _read_generators()
         second = _digest_next(samples)
         has_moved = digest_sample(source.state_dict()) != digest_sample(state)
@@ -292,11 +300,31 @@ def _encode_parts(value: Any) -> Iterator[bytes]:
         for inner in value:
             yield from _encode_parts(inner)
     elif isinstance(value, torch.Tensor):
-        yield bytes(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        with suppress(RuntimeError):  # of the device meta, or nested without a layout of its own
+            for part in _dense_parts(value.detach()):
+                yield bytes(part.cpu().contiguous().flatten().view(torch.uint8).numpy())
     elif isinstance(value, np.ndarray) and value.dtype != object:
         yield value.tobytes()
     elif isinstance(value, str | bytes | int | float | complex | None):
         yield value if isinstance(value, bytes) else repr(value).encode()
+
+
+def _dense_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if tensor.layout is torch.strided:
+        yield tensor.resolve_conj()
+    elif tensor.layout is torch.sparse_coo:
+        yield from (tensor.coalesce().indices(), tensor.coalesce().values())
+    else:  # compressed or jagged
+        yield tensor.values()
+
+
+def shows_content(sample: Any) -> bool:
+    """Whether a digest of a sample depends on more than the types in it."""
+    if isinstance(sample, Mapping):
+        return any(map(shows_content, sample.values()))
+    if isinstance(sample, list | tuple):
+        return any(map(shows_content, sample))
+    return isinstance(sample, torch.Tensor | np.ndarray | str | bytes | int | float | complex)
 
 
 class _Bounded(io.BytesIO):
@@ -326,6 +354,8 @@ class _Pickler(pickle.Pickler):
 
     @override
     def persistent_id(self, obj: Any) -> int | None:
+        if type(obj) in _FIXED:
+            return None
         if isinstance(obj, torch.Tensor | np.ndarray) and obj.nbytes > _MAX_NBYTES:
             raise ValueError("the source is large")
         is_elsewhere = id(obj) in self._others and not isinstance(obj, (*_PLAIN, tuple))

@@ -19,7 +19,7 @@ from holdfast.data import Loader, Stream
 from holdfast.data.randomness import derive, preserved, seeded
 from holdfast.errors import UsageError
 from holdfast.saving.script_warnings import READ_AHEAD, TakenBatches, loaders
-from holdfast.state.probing import digest_sample, hides_epochs
+from holdfast.state.probing import digest_sample, hides_epochs, shows_content
 from holdfast.train.argument_checks import check_range
 from holdfast.train.step.undo import Boundary
 
@@ -92,7 +92,8 @@ class Batches:
         if before is None or before[0] + 1 != self._epoch:
             return
         self._compares_epochs = False
-        if before[1] == self._first_batch[1] and hides_epochs(self._data, self._epoch):
+        is_same = before[1] == self._first_batch[1] and shows_content(batch)
+        if is_same and hides_epochs(self._data, self._epoch):
             logger.warning(
                 "data: epochs %d and %d of this %s begin with the same batch: its set_epoch, or "
                 "that of a sampler or dataset in it, is not called, or does not reach it. Use a "
