@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -340,6 +341,27 @@ def test_a_command_is_a_module_and_a_declaration(changed: Path, tmp_path: Path) 
     assert done.stdout == f"step 2: {folder}\n"
     answer = json.loads(run_changed(changed, tmp_path, *cli, "newest", "run", "--json").stdout)
     assert (answer["folder"], answer["step"]) == (folder, 2)
+
+
+def test_a_reader_of_a_format_is_a_module_and_a_line(changed: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "weights.npy", np.arange(6, dtype=np.float32).reshape(2, 3))
+    good = (tmp_path / "weights.npy").read_bytes()
+    (tmp_path / "short.npy").write_bytes(good[:-1])
+    (tmp_path / "header.npy").write_bytes(good[:20])
+    code = """
+import holdfast
+from holdfast.errors import FormatError
+print(holdfast.load_weights("weights.npy")["weight"].tolist())
+for name in ("short.npy", "header.npy"):
+    try:
+        holdfast.load_weights(name)
+    except FormatError as error:
+        print(error)
+"""
+    loaded, short, header = run_changed(changed, tmp_path, "-c", code).stdout.splitlines()
+    assert loaded == "[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]"
+    assert "expected 24 bytes" in short
+    assert "no header" in header
 
 
 def test_every_path_on_the_page_exists() -> None:
