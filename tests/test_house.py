@@ -87,7 +87,7 @@ SOURCE = (
     Limit("public class names used twice", 0, "Put the subject into the name", slack=2),
     # Methods and nested functions count, dunder methods do not; `_begin` counts as `begin`.
     Limit("functions that share their name with 4 others, %", 12, _CLEARER),
-    Limit("functions with a name of one word, %", 36, _CLEARER),
+    Limit("functions with a name of one word, %", 35, _CLEARER),
     # Parameters whose annotation has a Callable in it.
     Limit("callables as parameters", 174, "Pass an object of a class, or call at the caller"),
     # Parameters of one function, without self, *args and **kwargs.
@@ -110,7 +110,7 @@ PROSE = (
         "Shorten a page, or link to one",
         reason="ExportModel, histograms and not_state are new",
     ),
-    Limit("docs: lines over 100 columns", 6, "Wrap the lines"),
+    Limit("docs: lines over 100 columns", 5, "Wrap the lines"),
     Limit("docs: “go on” per 10,000 words", 0.15, _ENGLISH, slack=0.3),
     Limit("docs: “what as a noun” per 10,000 words", 0.31, _ENGLISH, slack=0.3),
     Limit("docs: “that of” per 10,000 words", 1.1, _ENGLISH, slack=0.3),

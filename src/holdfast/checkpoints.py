@@ -1,4 +1,4 @@
-"""Options of a run's checkpoints, among them the root: `Checkpoints`, and hooks: `StateHooks`."""
+"""Options of a run's checkpoints (`Checkpoints`) and hooks of saves and loads (`StateHooks`)."""
 
 from __future__ import annotations
 

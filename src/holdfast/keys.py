@@ -82,14 +82,14 @@ class SecretKey:
 
     @property
     def name(self) -> str:
-        return f"secret key {_id_of(self._secret)}"
+        return f"secret key {_derive_key_id(self._secret)}"
 
     def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
         salt, wrapped = _wrap_with_secret(self._secret, data_key, suite)
-        return Recipient(kind="secret", id=_id_of(self._secret), wrapped=wrapped, salt=salt)
+        return Recipient(kind="secret", id=_derive_key_id(self._secret), wrapped=wrapped, salt=salt)
 
     def unwrap(self, recipient: Recipient, commitment: bytes, suite: Suite) -> bytes | None:
-        if (recipient.kind, recipient.id) != ("secret", _id_of(self._secret)):
+        if (recipient.kind, recipient.id) != ("secret", _derive_key_id(self._secret)):
             return None
         return _unwrap_with_secret(self._secret, recipient, commitment, suite)
 
@@ -128,7 +128,7 @@ class Passphrase:
                 )
         secret = self._derived_key(self._ours)
         salt, wrapped = _wrap_with_secret(secret, data_key, suite)
-        key_id = _id_of(secret)
+        key_id = _derive_key_id(secret)
         return Recipient(
             kind="passphrase", id=key_id, wrapped=wrapped, salt=salt, argon2=self._ours
         )
@@ -137,7 +137,7 @@ class Passphrase:
         if recipient.kind != "passphrase" or recipient.argon2 is None:
             return None
         secret = self._derived_key(recipient.argon2)
-        if recipient.id != _id_of(secret):
+        if recipient.id != _derive_key_id(secret):
             return None
         return _unwrap_with_secret(secret, recipient, commitment, suite)
 
@@ -183,7 +183,7 @@ class PublicKey:
     @property
     def key_id(self) -> str:
         """Id of the key in checkpoints: a hash, from which the key cannot be computed."""
-        return _id_of(self._public)
+        return _derive_key_id(self._public)
 
     def wrap(self, data_key: bytes, suite: Suite) -> Recipient:
         info = _hpke_info(suite.commitment(data_key))
@@ -230,7 +230,7 @@ class PrivateKey:
             )
         except (invalid, ValueError) as error:
             raise Tampered(f"the data key for {self.name} is not what was written") from error
-        return _fitting(data_key, commitment, suite, self.name)
+        return _check_data_key(data_key, commitment, suite, self.name)
 
 
 class ServiceKey:
@@ -267,7 +267,7 @@ class ServiceKey:
         if self._unwrap is None or (recipient.kind, recipient.id) != ("service", self._name):
             return None
         data_key = self._call_service(self._unwrap, bytes.fromhex(recipient.wrapped), commitment)
-        return _fitting(data_key, commitment, suite, self.name)
+        return _check_data_key(data_key, commitment, suite, self.name)
 
     def _call_service(self, function: Wrap, data: bytes, commitment: bytes) -> bytes:
         context = {"purpose": "holdfast 1 data key", "commitment": commitment.hex()}
@@ -391,7 +391,7 @@ def from_text(text: str, *, what: str = "the text") -> tuple[Key, ...]:
         KeyUnavailable: the text has no key, or a line is not a key.
     """
     lines = [line.strip() for line in text.splitlines()]
-    keys = [_key_of(line, what) for line in lines if line and not line.startswith("#")]
+    keys = [_parse_key(line, what) for line in lines if line and not line.startswith("#")]
     if not keys:
         raise KeyUnavailable(f"{what}: it contains no key")
     return tuple(keys)
@@ -452,7 +452,7 @@ def from_command(command: str | Sequence[str]) -> tuple[Key, ...]:
     return from_text(_decode_text(done.stdout, what), what=what)
 
 
-def _key_of(line: str, what: str) -> Key:
+def _parse_key(line: str, what: str) -> Key:
     if line.startswith(_PASSPHRASE):
         return Passphrase(line.removeprefix(_PASSPHRASE).strip())
     match = _TEXT.fullmatch(line)
@@ -478,7 +478,7 @@ def _convert_to_tuple(given: Key | Sequence[Key]) -> tuple[Key, ...]:
     return tuple(given) if isinstance(given, Sequence) else (given,)
 
 
-def _id_of(secret: bytes) -> str:
+def _derive_key_id(secret: bytes) -> str:
     return hkdf(secret, salt=b"", info=b"holdfast 1 key id", nbytes=16).hex()
 
 
@@ -495,10 +495,11 @@ def _unwrap_with_secret(
     cipher = suite.cipher(secret, "wrap", salt=bytes.fromhex(recipient.salt))
     data = bytes.fromhex(recipient.wrapped)
     data_key = cipher.decrypt(data, commitment, what="the data key")
-    return _fitting(data_key, commitment, suite, "the key")
+    return _check_data_key(data_key, commitment, suite, "the key")
 
 
-def _fitting(data_key: bytes, commitment: bytes, suite: Suite, name: str) -> bytes:
+def _check_data_key(data_key: bytes, commitment: bytes, suite: Suite, name: str) -> bytes:
+    """Return an unwrapped data key, if it matches the commitment of the checkpoint."""
     if len(data_key) != SECRET_NBYTES or suite.commitment(data_key) != commitment:
         raise Tampered(f"{name} decrypts to bytes that are not the data key of this checkpoint")
     return data_key

@@ -365,7 +365,7 @@ def test_a_run_that_was_terminated_stays_so_until_its_checkpoint_is_named(
     again = training().train()
     assert again.rows == {}
     forks.assert_equal(again.weights(), first.weights())
-    (remedy,) = re.findall(r'to train on: run\(…, which="(.*)"\)', caplog.text)
+    (remedy,) = re.findall(r'to continue: run\(…, which="(.*)"\)', caplog.text)
     assert Training(tmp_path).train(which=remedy).engine.state.iteration == ITERATIONS
 
 

@@ -212,7 +212,7 @@ def test_a_run_that_stopped_early_stays_stopped_until_its_checkpoint_is_named(
     again = fit(tmp_path, stopping())
     assert again.global_step == first.global_step
     forks.assert_equal(weights(again), weights(first))
-    (remedy,) = re.findall(r'to train on: fit\(…, ckpt_path="(.*)"\)', caplog.text)
+    (remedy,) = re.findall(r'to continue: fit\(…, ckpt_path="(.*)"\)', caplog.text)
     assert fit(tmp_path, ckpt_path=remedy).global_step == STEPS
 
 

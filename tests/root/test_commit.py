@@ -279,7 +279,7 @@ def test_whoever_lost_the_run_is_told_so_wherever_it_was_stopped(ram_path: Path)
         told.append(f"{type(error).__name__}: {error}")
     assert len(told) >= 6
     assert [text for text in told if not text.startswith("Superseded: ")] == []
-    assert [text for text in told if "Training can go on" in text] == []
+    assert [text for text in told if "Training can continue" in text] == []
     assert [text for text in told if "writer 2 after 1" not in text] == []
 
 
@@ -316,7 +316,7 @@ def test_that_training_can_go_on_is_said_only_where_the_run_is_ours(ending: str)
     assert isinstance(failure, errors.SaveFailed)
     assert "no space" in str(failure)
     is_known = ending == "is read"
-    assert ("Training can go on" in str(failure)) == is_known
+    assert ("Training can continue" in str(failure)) == is_known
     assert ("still owns the run is not known" in str(failure)) != is_known
 
 

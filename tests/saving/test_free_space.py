@@ -73,7 +73,7 @@ def test_checkpoints_kept_beside_are_counted_for_each_host_too() -> None:
     seen = [(HERE, "7", 900), (HERE, "7", 900), ("b", "9", 50), ("b", "9", 50)]
     assert not lacking(*seen, kept=1)
     (said,) = lacking(*seen, kept=2)
-    assert "of ranks 2, 3, and 2 kept beside" in said
+    assert "of ranks 2, 3, and 2 older checkpoints" in said
 
 
 def test_a_host_that_knows_nothing_of_its_room_does_not_matter() -> None:

@@ -133,8 +133,8 @@ def warn_without_interval(checkpoints: Checkpoints, emit: Emitter) -> None:
 
 
 def stays_ended(step: int, how: str) -> str:
-    """Return the warning of a run that was ended before its goal, and is not trained on."""
-    return f"this run was ended at step {step}, before its goal, and stays so; to train on: {how}"
+    """Return the warning that a run which was ended before its goal is not trained further."""
+    return f"not training: this run was ended at step {step}, before its goal; to continue: {how}"
 
 
 class Generators:

@@ -139,7 +139,7 @@ _UNSAFE_PICKLE = flag(
     answer=ImportAnswer,
     wrap=limited("source"),
 )
-def bring_in(
+def import_source(
     source: str,
     root: str,
     *,
@@ -287,7 +287,7 @@ def _build_import_answer(
     answer=ExportAnswer,
     wrap=limited("target"),
 )
-def take_out(
+def export_checkpoint(
     target: str,
     output: str,
     *,

@@ -306,7 +306,7 @@ def _is_tiered(store: Store) -> bool:
 def _format_damage(damaged: GcDamaged) -> list[str]:
     marks = [f"tagged {tag}" for tag in damaged.tags]
     marks += ["pinned"] if damaged.pinned else []
-    marks += ["the latest"] if damaged.is_latest else []
+    marks += ["it is the latest checkpoint"] if damaged.is_latest else []
     before = damaged.resumes_from
     return [
         f"{damaged.folder}: {'; '.join([damaged.why, *marks])}",

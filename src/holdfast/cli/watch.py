@@ -133,7 +133,7 @@ def watch_root(root: str, *, every: str | None, once: bool, as_json: bool) -> in
 
 
 class Watcher:
-    """Looks at a root again and again, with few requests: what is known is not read anew.
+    """Polls a root with few requests: records that never change are read once.
 
     `clock` returns monotonic seconds.
     """
@@ -193,7 +193,7 @@ class Watcher:
             if isinstance(listing, Aborted | Deleted):
                 self._known[folder] = None
             else:
-                self._known[folder] = _checkpoint(folder, listing)
+                self._known[folder] = _describe_checkpoint(folder, listing)
         return True
 
     def _listing(self, folder: str) -> Listing | Aborted | Deleted | None:
@@ -222,7 +222,7 @@ class Watcher:
         state = liveness(claim.process)
         if state != "unknown":
             return "alive" if state == "ours" else state
-        beat = read_if_there(self._store, layout.alive_key(claim.epoch), _as_it_is) or b""
+        beat = read_if_there(self._store, layout.alive_key(claim.epoch), _copy_bytes) or b""
         epoch, last, since_s = self._beat
         if (epoch, last) != (claim.epoch, beat):
             self._beat = (claim.epoch, beat, self._clock())
@@ -240,11 +240,11 @@ class Watcher:
         )
 
 
-def _as_it_is(data: bytes, *, what: str) -> bytes:
+def _copy_bytes(data: bytes, *, what: str) -> bytes:
     return bytes(data)
 
 
-def _checkpoint(folder: str, listing: Listing) -> WatchedCheckpoint:
+def _describe_checkpoint(folder: str, listing: Listing) -> WatchedCheckpoint:
     manifest = listing if isinstance(listing, Manifest) else None
     return WatchedCheckpoint(
         folder=folder,
@@ -268,7 +268,7 @@ def _print_changes(
     """Print the state after each change; once if `pause_s` is None."""
     shown: WatchedRun | None = None
     while True:
-        if shown is None or _unlike(shown, state):
+        if shown is None or _has_changed(shown, state):
             if as_json:
                 give_line(state)
             else:
@@ -282,8 +282,8 @@ def _print_changes(
             state = watcher.observe_root()
 
 
-def _unlike(one: WatchedRun, other: WatchedRun) -> bool:
-    """Whether two states differ in more than the time."""
+def _has_changed(one: WatchedRun, other: WatchedRun) -> bool:
+    """Whether two states differ in anything except their times."""
     return msgspec.structs.replace(other, at=one.at, last_age_s=one.last_age_s) != one
 
 
@@ -344,7 +344,7 @@ def _make_checkpoint_rows(state: WatchedRun) -> list[tuple[str, ...]]:
 
 
 def age(seconds: float) -> str:
-    """Write an age for people, in its largest unit."""
+    """Format an age in its largest unit, such as "2.5 h"."""
     for nbr_s, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= nbr_s:
             return f"{seconds / nbr_s:.1f} {unit}"

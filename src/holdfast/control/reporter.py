@@ -95,7 +95,9 @@ class Reporter:
             self.report(event, at_s)
         except BaseException as error:  # noqa: BLE001 - it is logged, also SystemExit
             self._num_failed += 1
-            self._warn_once("failed", f"failed for {_describe_event(event)}: {_told(error)}")
+            self._warn_once(
+                "failed", f"failed for {_describe_event(event)}: {_describe_error(error)}"
+            )
         finally:
             self._began_s = None
 
@@ -135,7 +137,7 @@ def _describe_event(event: Event) -> str:
     return event.kind if event.step is None else f"{event.kind} of step {event.step}"
 
 
-def _told(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     text = without_secrets(str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -177,7 +179,7 @@ class OnCommit:
     def __post_init__(self) -> None:
         if not self.timeout_s > 0:
             raise UsageError(f"timeout_s={self.timeout_s!r}: must be a positive number of seconds")
-        problem = None if callable(self.command) else _problem(self.arguments)
+        problem = None if callable(self.command) else _find_problem(self.arguments)
         if problem is not None:
             raise UsageError(f"on_commit={self.command!r}: {problem}")
 
@@ -231,7 +233,9 @@ class CommandSink(Reporter):
             "path": url_without_secrets(checkpoint.path),
             "digest": manifest_digest(event.fields["manifest"]),
         }
-        run_command([_filled(part, values) for part in self._on_commit.arguments], self.timeout_s)
+        run_command(
+            [_fill_placeholders(part, values) for part in self._on_commit.arguments], self.timeout_s
+        )
 
     def __repr__(self) -> str:
         command = self._on_commit.command
@@ -254,7 +258,7 @@ def run_command(arguments: Sequence[str], timeout_s: float) -> None:
     """
     process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        ending = _ending(process.wait(timeout_s))
+        ending = _describe_exit(process.wait(timeout_s))
     except subprocess.TimeoutExpired:
         _kill(process)
         ending = f"killed after {timeout_s:g} s"
@@ -264,8 +268,8 @@ def run_command(arguments: Sequence[str], timeout_s: float) -> None:
     logger.debug("%s: done", command)
 
 
-def _ending(status: int) -> str:
-    """Name the ending of a command; "" for success."""
+def _describe_exit(status: int) -> str:
+    """Describe how a command ended; "" for success."""
     if status < 0:
         names = {one.value: one.name for one in signal.Signals}
         return f"ended by {names.get(-status, f'signal {-status}')}"
@@ -283,12 +287,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait(_KILLED_S)
 
 
-def _filled(part: str, values: Mapping[str, str]) -> str:
+def _fill_placeholders(part: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: values[match[1]], part)
 
 
-def _problem(arguments: Sequence[str]) -> str | None:
-    """Say why a command cannot be run; None if it can."""
+def _find_problem(arguments: Sequence[str]) -> str | None:
+    """Return the reason why a command cannot be run; None if it can."""
     if not arguments or not all(isinstance(part, str) for part in arguments):
         return "must be a command and its arguments, as text"
     for part in arguments:
@@ -302,7 +306,7 @@ def _problem(arguments: Sequence[str]) -> str | None:
     name = arguments[0]
     if shutil.which(name) is None:
         return f"there is no command {name!r} that can be run"
-    if set(_PLACEHOLDER.findall(_script(arguments))) & {"root", "path"}:
+    if set(_PLACEHOLDER.findall(_find_shell_script(arguments))) & {"root", "path"}:
         return (
             'a shell would read the path as its own language: write "$1" in the script, and the '
             "placeholder after it, as in sh -c 'ls \"$1\"' sh {path}"
@@ -310,7 +314,7 @@ def _problem(arguments: Sequence[str]) -> str | None:
     return None
 
 
-def _script(arguments: Sequence[str]) -> str:
+def _find_shell_script(arguments: Sequence[str]) -> str:
     """Return what a shell among the arguments would run as its script; "" if there is none."""
     rest = iter(arguments)
     is_shell = any(os.path.basename(part) in _SHELLS for part in rest)

@@ -113,9 +113,9 @@ class Mixture:
 def _check_part(name: str, dataset: Any, weight: Any) -> None:
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise UsageError(
-            f"{name}: a {type(dataset).__name__} has no __len__ and __getitem__. Iterable "
-            "sources cannot be mixed exactly here: mix them in the source (datasets: "
-            "interleave_datasets), which a Stream then reads"
+            f"{name}: a {type(dataset).__name__} has no __len__ and __getitem__, so it cannot "
+            "be mixed exactly. Mix iterable sources with their own library, such as "
+            "datasets.interleave_datasets, and read the result with a Stream"
         )
     if not len(dataset):
         raise UsageError(f"{name}: the dataset is empty")

@@ -14,7 +14,7 @@ import torch
 
 
 class Taking:
-    """Counts of the batches that were taken since the position was loaded, and by whom."""
+    """Counts the batches that were taken since the position was loaded, and records the caller."""
 
     def __init__(self) -> None:
         self.num_taken = 0
@@ -31,13 +31,13 @@ class Taking:
         """Thread of that frame."""
 
     def start_iteration(self) -> None:
-        """Note that an iterator begins."""
+        """Record that a new iterator starts."""
         self.has_begun = True
         self.is_interrupted = self.is_interrupted or self._is_open
         self._is_open = False
 
     def count_batch(self) -> None:
-        """Note that a batch is taken; call it from the generator that yields it."""
+        """Count a batch and record its caller; call it from the generator that yields the batch."""
         self._is_open = True
         if torch.is_grad_enabled():
             self.num_taken += 1
@@ -49,19 +49,19 @@ class Taking:
         self._caller, self._thread = (id(frame), frame.f_code), threading.get_ident()
 
     def finish_iteration(self) -> None:
-        """Note that an iterator has given all of its batches."""
+        """Record that an iterator is exhausted."""
         self._is_open = False
 
     @property
     def is_by_other_thread(self) -> bool:
-        """Whether another thread than this one has taken the last batch."""
+        """Whether the last batch was taken in another thread than the current one."""
         return self._thread not in (None, threading.get_ident())
 
     @property
     def is_by_loop(self) -> bool:
-        """Whether the last batch was taken by a function that has not returned or yielded since.
+        """Whether the last batch was taken directly by a function on the current call stack.
 
-        Otherwise something between the loop and the data has taken it.
+        If not, a wrapper between the training loop and the data has taken it.
         """
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
@@ -72,5 +72,5 @@ class Taking:
 
 
 def _is_of_data(frame: FrameType) -> bool:
-    """Whether a frame is of this package; code that `exec` runs may have no `__name__`."""
+    """Whether a frame runs code of `holdfast.data`; code run by `exec` may have no `__name__`."""
     return str(frame.f_globals.get("__name__", "")).startswith(__package__)

@@ -154,7 +154,7 @@ class EncryptedRanks(Coordinator):
             # Not under the lock: threads with a shorter limit would wait as long as this one.
             note = self._inner.hear(self._tag, timeout_s=timeout_s, watch=watch)
         if not self._lock.acquire(timeout=max(end - time.monotonic(), 0)):
-            raise DeadlineExceeded(f"{self._tag}: not opened after {time_limit(timeout_s)}")
+            raise DeadlineExceeded(f"{self._tag}: no key after {time_limit(timeout_s)}")
         try:
             if self._key is None:
                 left_s = max(end - time.monotonic(), 0)

@@ -583,7 +583,7 @@ class SealedStore(WrappedStore):
         if is_mark(data):
             return decode_mark(contents, stored, data, what=f"{self.url}/{key}")
         if layout.parse_notes(name) is not None:
-            raise Tampered(f"{self.url}/{key}: it is not sealed, and the checkpoint is")
+            raise Tampered(f"{self.url}/{key}: not sealed, but its checkpoint is")
         return data  # a mark is valid by its name alone, whoever put it
 
     def _decrypt_document(self, key: str, *, afresh: bool = False) -> bytes | None:

@@ -123,7 +123,7 @@ class TensorTable(Mapping[str, TensorEntry]):
     def part(self, keys: Mapping[str, str]) -> TensorTable:
         """Return the whole tensors of some keys under new ones. `keys`: new → stored."""
         if self.boxes is not None:
-            raise FormatError(f"{min(keys.values(), default='')!r}: a rank's own is in boxes")
+            raise FormatError(f"{min(keys.values(), default='')!r}: a tensor of one rank has boxes")
         specs = {
             new: msgspec.structs.replace(self.specs[old], key=new) for new, old in keys.items()
         }

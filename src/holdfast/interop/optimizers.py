@@ -16,10 +16,10 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.interop.source import SourceComponent
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""Names of the buffers of torch's own layers that optimizers never have."""
+"""Buffers of torch's own layers, which no optimizer updates."""
 _NOT_OPTIONS = frozenset({"params", "param_names"})
 _HOW = frozenset({"foreach", "maximize", "capturable", "differentiable", "fused", "initial_lr"})
-"""Options that came with versions of torch, or from schedulers, and tell no optimizer apart."""
+"""Options that do not help to recognize an optimizer: of any class, or set by schedulers."""
 _DECOUPLED = "decoupled_weight_decay"
 _FACTORS = ("row_var", "col_var")
 _FLOATS = ("F", "BF")
@@ -86,20 +86,20 @@ def name_parameters(
     numbers = [number for group in groups for number in group["params"]]
     if len({*map(str, numbers)}) != len(numbers) or not {*state} <= {*numbers}:
         return "its states and groups do not fit together"
-    of_slots = {number: _shapes(state.get(number), part.specs) for number in numbers}
+    of_slots = {number: _find_slot_shapes(state.get(number), part.specs) for number in numbers}
     shapes = {number: max(found, key=len, default=None) for number, found in of_slots.items()}
-    recorded = _recorded(groups, of_slots, model, hints.rename)
+    recorded = _find_recorded_names(groups, of_slots, model, hints.rename)
     names = recorded or _match_parameters(groups, shapes, model, hints)
     if isinstance(names, str):
         return names
     known = [shape for shape in shapes.values() if shape is not None]
     is_guessed = not recorded and not hints.order and len({*known}) < len(known)
     note = _GUESSED if is_guessed else ""
-    return _renamed(part, names, module=module, model=model, kind=name, note=note)
+    return _build_named(part, names, module=module, model=model, kind=name, note=note)
 
 
-def _shapes(slots: Any, specs: Mapping[str, TensorSpec]) -> set[tuple[int, ...]]:
-    """Return the shapes of a parameter's slots, but for its step; one of them is the parameter's.
+def _find_slot_shapes(slots: Any, specs: Mapping[str, TensorSpec]) -> set[tuple[int, ...]]:
+    """Return the shapes of a parameter's slots, except its step; one is the parameter's own.
 
     Of Adafactor's two factors it is the shape of their product.
     """
@@ -116,13 +116,13 @@ def _shapes(slots: Any, specs: Mapping[str, TensorSpec]) -> set[tuple[int, ...]]
     return {*shapes.values()}
 
 
-def _recorded(
+def _find_recorded_names(
     groups: Sequence[Any],
     of_slots: Mapping[Any, set[tuple[int, ...]]],
     model: SourceComponent,
     rename: Callable[[str], str],
 ) -> dict[Any, str] | str | None:
-    """Return the names that are recorded in place of the numbers or beside them; None without any.
+    """Return the parameter names that the file records, by number; None if it records none.
 
     A text says why they are of no use.
     """
@@ -155,7 +155,7 @@ def _match_parameters(
 
     Of several groups each must have shapes of its own, so that a parameter fits one of them.
     """
-    parameters = dict(_parameters(model))
+    parameters = dict(_list_parameters(model))
     if hints.order:
         lost = [name for name in hints.order if name not in parameters]
         if lost:
@@ -191,7 +191,7 @@ def _match_parameters(
     return found
 
 
-def _parameters(model: SourceComponent) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _list_parameters(model: SourceComponent) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of the tensors that an optimizer may have; of tied ones the first."""
     seen = set()
     for name, ref in model.leaves.items():
@@ -202,7 +202,7 @@ def _parameters(model: SourceComponent) -> Iterator[tuple[str, tuple[int, ...]]]
             yield name, spec.shape
 
 
-def _renamed(
+def _build_named(
     part: SourceComponent,
     names: Mapping[Any, str],
     *,
@@ -211,6 +211,7 @@ def _renamed(
     kind: str,
     note: str,
 ) -> Named:
+    """Build the tree in Holdfast's form, with slots and groups by parameter name."""
     table: dict[str, str] = {}
     """Key in the source → key in the tree."""
     slots: dict[str, Any] = {}
@@ -242,6 +243,7 @@ def _renamed(
 
 
 def _find_device(slots: Any, specs: Mapping[str, TensorSpec], shape: Sequence[int]) -> str:
+    """Return the device of a slot with the shape of the parameter; "cpu" if there is none."""
     refs = slots.values() if isinstance(slots, dict) else ()
     for ref in refs:
         if isinstance(ref, TensorRef) and list(specs[ref.key].shape) == [*shape]:

@@ -448,7 +448,9 @@ class Sender:
         name = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
         attempt = SaveAttempt(name=name, save_id=listing.save_id)
         if attempt.folder != folder:
-            raise CorruptData(f"{self._local.url}/{folder}: the manifest is of {attempt.folder}")
+            raise CorruptData(
+                f"{self._local.url}/{folder}: the manifest belongs to {attempt.folder}"
+            )
         self._check_interrupt(folder, done="committed")
         try:
             publish(self._remote, attempt, data, epoch=epoch)

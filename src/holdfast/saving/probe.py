@@ -82,7 +82,8 @@ def lack_of_room(
         return
     files = size.num_files + _RECORDS_PER_SAVE
     one = (size.nbytes + files * _ROUNDING_NBYTES, files)
-    saves = f"a save of {size.nbytes} bytes in {size.num_files} files, and {kept} kept beside it"
+    room_for = f"and {kept} older checkpoints"
+    saves = f"a save of {size.nbytes} bytes in {size.num_files} files, {room_for}"
     yield from _lacking(store.url, whole, one, kept, held, saves)
     if len(rooms) == 1 or not size.of_ranks:
         return
@@ -97,7 +98,7 @@ def lack_of_room(
             for had, of_part, of_one in zip(held, part, one, strict=True)
         ]
         ranks = _format_ranks(room.ranks)
-        what = f"{nbytes} bytes in {files} files of {ranks}, and {kept} kept beside"
+        what = f"{nbytes} bytes in {files} files of {ranks}, {room_for}"
         yield from _lacking(f"{store.url} on {there}", room, part, kept, freed, what)
 
 

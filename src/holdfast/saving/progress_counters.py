@@ -61,11 +61,11 @@ class ProgressClock:
             samples = known.get("samples") if samples is None else samples
             tokens = known.get("tokens") if tokens is None else tokens
         if not _is_count(step):
-            raise _no_count("step", step)
+            raise _count_error("step", step)
         for value in (epoch, cycle, samples, tokens):
             if value is not None and not _is_count(value):
                 given = {"epoch": epoch, "cycle": cycle, "samples": samples, "tokens": tokens}
-                raise _no_count(next(n for n, v in given.items() if v is value), value)
+                raise _count_error(next(n for n, v in given.items() if v is value), value)
         now = Timestamp(
             step=step,
             epoch=epoch,
@@ -104,7 +104,7 @@ class ProgressClock:
         self._continue_from(now, ())
 
     def loaded(self) -> None:
-        """Note that weights were loaded, so that a run without a checkpoint is no fresh one."""
+        """Record that weights were loaded: even without a checkpoint, the run has started."""
         if self._before is None:
             self._continue_from(Timestamp(step=0), ())
 
@@ -125,7 +125,8 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and 0 <= value <= MAX_COUNT and not isinstance(value, bool)
 
 
-def _no_count(name: str, value: object) -> UsageError:
+def _count_error(name: str, value: object) -> UsageError:
+    """Build the error of a value that is not a count."""
     is_large = isinstance(value, int) and value > MAX_COUNT
     most = f" and at most {MAX_COUNT}" if is_large else ""
     return UsageError(f"{name}={value!r} must be a whole number, at least 0{most}")

@@ -357,7 +357,7 @@ class SaveTask:
             return superseded
         except BaseException as unread:  # noqa: BLE001 - it goes into the save's error
             return _save_failed(error, step, f"{_OWNER_UNKNOWN} ({str(unread) or 'it hangs'})")
-        return _save_failed(error, step, "Training can go on")
+        return _save_failed(error, step, "Training can continue")
 
     def _record_changed(self) -> dict[str, bytes]:
         """Record which tensors changed, before the next save reuses the memory. Never raises.
@@ -448,8 +448,7 @@ def _records_all(stored: Manifest, request: SaveRequest) -> bool:
 def _save_failed(error: BaseException, step: int, outlook: str) -> SaveFailed:
     verdict = "may or may not have committed" if isinstance(error, OutcomeUnknown) else "failed"
     failure = SaveFailed(
-        f"the save of step {step} {verdict}: {error}. {outlook}; earlier checkpoints are as they "
-        "were",
+        f"the save of step {step} {verdict}: {error}. {outlook}; earlier checkpoints are unchanged",
         step=step,
     )
     failure.__cause__ = error

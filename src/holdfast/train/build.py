@@ -347,7 +347,7 @@ def check_several(given: Arguments) -> None:
     """Check the arguments of a Trainer with several optimizers, or with an `update` function."""
     if given.update is not None and given.loss is not None:
         raise UsageError(
-            "update trains a whole step: leave loss out (for validations give it to Validation)"
+            "update= replaces loss=: pass either (validations have Validation(loss=…))"
         )
     names = ("micro_batch", "skip_nan", "metrics")
     refused = [name for name in names if getattr(given, name)]

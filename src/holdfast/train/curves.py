@@ -349,7 +349,7 @@ class CurveScheduler(LRScheduler):
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raise `UsageError` if a stored state is not that of a curve."""
         if set(state) != {"curve", "goal", "marks"}:
-            raise UsageError(f"saved from another kind of scheduler than a curve: {sorted(state)}")
+            raise UsageError(f"saved by another kind of scheduler, not by a curve: {sorted(state)}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore where parts ended."""

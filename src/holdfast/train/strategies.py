@@ -376,8 +376,8 @@ def recompute(model: nn.Module, given: bool | Collection[type[nn.Module]]) -> No
     found = blocks_of(model, None if given is True else given, what)
     if not found:
         raise UsageError(
-            f"{what}=True: the model has no nn.ModuleList whose items could be computed again; "
-            "name the classes of its blocks"
+            f"{what}=True: the model has no nn.ModuleList of blocks to recompute; pass the "
+            "classes of its blocks"
         )
     for block in found:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -477,9 +477,7 @@ class Trainer:
         No-op in a validation outside of `fit`.
         """
         if not self._parts.status.is_running:
-            raise UsageError(
-                f"request_stop({reason!r}): fit does not run, so nothing can be stopped"
-            )
+            raise UsageError(f"request_stop({reason!r}): fit is not running")
         if self.manager is not None and self._ending is not None:
             self._ending.request_end(reason)
 

@@ -428,7 +428,7 @@ def test_an_unhealthy_save_is_warned_of_once_a_step(caplog: pytest.LogCaptureFix
         make(
             MemoryStore(), every=On("epoch"), unhealthy="skip", callbacks=[Spoils()], data=short()
         ).fit(3)
-    assert caplog.text.count("no checkpoint is made of it") == 3
+    assert caplog.text.count("this save was skipped") == 3
 
 
 def short() -> Loader[Any]:

@@ -235,7 +235,7 @@ def no_step(control: Control, batch: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": losses, "update": alternate}, "leave loss out"),
+        ({"loss": losses, "update": alternate}, "replaces loss"),
         ({"loss": lambda model, batch: torch.zeros(())}, "a mapping with a loss for each"),
         ({"loss": losses, "micro_batch": 2}, "micro_batch: not with several"),
         ({"loss": losses, "clip": {"other": 1.0}}, "clip: .'other'. must be some of"),

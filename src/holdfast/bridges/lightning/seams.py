@@ -113,8 +113,8 @@ def model_of(module: Any, part: str | None) -> Any:
     others = [name for name in module.state_dict() if not name.startswith(f"{part}.")]
     if others:
         raise UsageError(
-            f"model={part!r}: these would not be saved; leave the argument out, to save the whole "
-            "LightningModule:\n" + listing(others)
+            f"model={part!r}: these parameters and buffers would not be saved. Omit model= to save "
+            "the whole LightningModule:\n" + listing(others)
         )
     return found
 

@@ -55,11 +55,11 @@ class Access:
 
     @property
     def form_token(self) -> str:
-        """Token of forms, which a page has and a cookie has not."""
+        """Token in the forms of each page; it is never in a cookie."""
         return hmac.new(self.token.encode(), b"form", hashlib.sha256).hexdigest()
 
     def is_token(self, text: str) -> bool:
-        """Whether a text is the token; takes as long for any text."""
+        """Whether a text is the token; compares in constant time."""
         return hmac.compare_digest(text.encode(), self.token.encode())
 
     def is_host(self, name: str) -> bool:
@@ -68,7 +68,7 @@ class Access:
 
 
 class Guard:
-    """Middleware that refuses requests of others, and adds the headers of safety to each answer."""
+    """Middleware that refuses foreign requests and adds security headers to each response."""
 
     def __init__(self, app: ASGIApp, *, access: Access) -> None:
         self._app = app
@@ -135,7 +135,7 @@ class Guard:
     def _admit(
         self, scope: Scope, headers: Headers, query: Sequence[tuple[str, str]]
     ) -> Response | None:
-        """Exchange the token of the URL for a cookie, or look at the cookie."""
+        """Exchange the token in the URL for a cookie, or check the cookie."""
         tokens = [value for name, value in query if name == "token"]
         if tokens and scope["method"] != "POST" and self._access.is_token(tokens[0]):
             rest = urlencode([(name, value) for name, value in query if name != "token"])
@@ -158,7 +158,7 @@ class Guard:
         )
 
     async def _read_form(self, scope: Scope, receive: Receive) -> Response | None:
-        """Read the fields of a form, and look at its token."""
+        """Read the fields of a form, and check its token."""
         if scope["method"] != "POST":
             return None
         headers = Headers(scope=scope)
@@ -184,7 +184,7 @@ class Guard:
 
 
 class _SafeSend:
-    """A `send` that adds the headers of safety."""
+    """A `send` that adds security headers."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -205,7 +205,7 @@ def _make_refusal(status: int, why: str) -> Response:
 
 
 def _name_of(hosts: Sequence[str]) -> str:
-    """Return the name in `Host` without its port; empty where there is not exactly one."""
+    """Return the name in `Host` without its port; empty unless there is exactly one."""
     if len(hosts) != 1:
         return ""
     try:
@@ -218,7 +218,7 @@ def _name_of(hosts: Sequence[str]) -> str:
 
 
 def _is_embedded(headers: Headers) -> bool:
-    """Whether a page of another origin asks for this as a part of itself."""
+    """Whether a page of another origin embeds this request, rather than navigating to it."""
     is_foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
     return is_foreign and headers.get("sec-fetch-mode") != "navigate"
 
@@ -230,7 +230,7 @@ def _cookie(headers: Headers, name: str) -> str:
 
 
 def _set_prefix(scope: Scope, prefix: str) -> None:
-    """Say in the scope what the prefix is, whether the proxy has taken it off the path or not."""
+    """Set the prefix in the scope, whether or not the proxy has removed it from the path."""
     path: str = scope["path"]
     if path == prefix or not path.startswith(f"{prefix}/"):
         path = f"{prefix}{path.removeprefix(prefix) or '/'}"

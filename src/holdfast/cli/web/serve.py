@@ -122,7 +122,7 @@ def serve(
     from holdfast.cli.web.runs import names_of
 
     names = names_of(roots)
-    unreachable = _unreachable([*names.values()])
+    unreachable = _find_unreachable([*names.values()])
     access = Access(prefix=prefix, hosts=frozenset(map(str.lower, allow_hosts)))
     app = make_app(roots, access)
     with listening(port) as listener:
@@ -144,7 +144,7 @@ def serve(
     return Code.OK
 
 
-def _unreachable(roots: Sequence[str]) -> Mapping[str, str]:
+def _find_unreachable(roots: Sequence[str]) -> Mapping[str, str]:
     """Return the roots that cannot be reached at present, each with its error.
 
     Opens all of them at once. The page tries these again; any other error, such as that of a

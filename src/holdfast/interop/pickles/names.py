@@ -220,7 +220,7 @@ def _items(machine: Machine, args: Args, items: dict[Any, Any]) -> Any:
         raise ValueError("more than one argument")
     source = args[0] if args else {}
     if not isinstance(source, dict | list | tuple):
-        raise ValueError("neither a dict nor pairs")
+        raise ValueError(f"expected a dict or pairs, found {type(source).__name__}")
     machine.charge(150 * len(source))
     pairs = [*source.items()] if isinstance(source, dict) else [*source]
     if any(type(pair) not in (list, tuple) or len(pair) != 2 for pair in pairs):

@@ -43,8 +43,8 @@ _CONTAINERS = {
     "builtins.set": set,
 }
 _PICKLE = "a pickled object, which is not opened"
-_OUT = object()
-"""Stands for a value that is left out."""
+_LEFT_OUT = object()
+"""Marks a value that cannot be read and is left out of the tree."""
 
 
 def recognises(path: Path) -> bool:
@@ -127,13 +127,13 @@ class CerebrasFile(Source):
         step = row * place.chunk[0]
         while memory.nbytes:
             number = start // step
-            part = self._chunks_beside(place, key, number)[start - number * step :]
+            part = self._decode_chunks(place, key, number)[start - number * step :]
             part = part[: memory.nbytes]
             memory[: part.nbytes] = part
             start, memory = start + part.nbytes, memory[part.nbytes :]
 
-    def _chunks_beside(self, place: Chunked, key: str, number: int) -> memoryview:
-        """Return chunks decoded; the last two are kept, as several threads read pieces of them."""
+    def _decode_chunks(self, place: Chunked, key: str, number: int) -> memoryview:
+        """Decode a row of chunks; cache the last two rows, as several threads read parts."""
         with self._lock:
             band = self._bands.pop((key, number), None)
             if band is None:
@@ -168,14 +168,14 @@ class _Reader:
         if "__spec__" in names and isinstance(version, float | int) and version >= 0.5:
             if "__SUCCESS__" not in names or not self.h5.attribute("__SUCCESS__"):
                 raise CorruptData(f"{self.url}: written in part only; its writer did not end")
-            tree: Any = self._node(self._spec(self.h5.json("__spec__")), "", 0)
+            tree: Any = self._read_node(self._parse_spec(self.h5.json("__spec__")), "", 0)
         else:
-            tree = self._flat()
+            tree = self._read_flat_tree()
         expect_none_wrong(self.url, self.wrong)
         return tree if isinstance(tree, dict) else {STATE: [tree]}
 
-    def _spec(self, value: Any) -> Any:
-        """Return the tree of containers in a pair that torch's pytree has written."""
+    def _parse_spec(self, value: Any) -> Any:
+        """Parse the tree of containers, which torch's pytree wrote as a pair."""
         try:
             protocol, spec = json.loads(value[1])
         except (TypeError, ValueError, LookupError, RecursionError) as error:
@@ -184,13 +184,13 @@ class _Reader:
             raise FormatError(f"{self.url}: `__spec__` of the unknown version {str(protocol)[:20]}")
         return spec
 
-    def _node(self, node: Any, path: str, depth: int) -> Any:
+    def _read_node(self, node: Any, path: str, depth: int) -> Any:
         if depth > _MAX_DEPTH:
             raise LimitExceeded(f"{self.url}: {path[:80]!r}: deeper than {_MAX_DEPTH} containers")
         try:
             kind, context, children = node["type"], node["context"], node["children_spec"]
             if kind is None:
-                return self._leaf(path)
+                return self._read_leaf(path)
             made = _CONTAINERS.get(kind)
             is_dict = made in (dict, OrderedDict)
             keys = json.loads(context) if is_dict else range(len(children))
@@ -203,45 +203,45 @@ class _Reader:
             )
             return None
         values = [
-            (key, self._node(child, f"{path}.{key}" if path else str(key), depth + 1))
+            (key, self._read_node(child, f"{path}.{key}" if path else str(key), depth + 1))
             for key, child in pairs
         ]
-        return self._container(made, values, path)
+        return self._make_container(made, values, path)
 
-    def _container(self, made: type, values: Sequence[tuple[Any, Any]], path: str) -> Any:
+    def _make_container(self, made: type, values: Sequence[tuple[Any, Any]], path: str) -> Any:
         if made in (dict, OrderedDict):
-            return made((key, value) for key, value in values if value is not _OUT)
+            return made((key, value) for key, value in values if value is not _LEFT_OUT)
         if made is set:
-            kept = [value for _, value in values if value is not _OUT]
+            kept = [value for _, value in values if value is not _LEFT_OUT]
             if not all(type(one) in (str, int, float, bool, type(None)) for one in kept):
                 self.wrong.append(f"{path!r} is a set of more than numbers and texts")
                 return None
             return {*kept}
         # Positions of the others stay as they are.
-        return made(None if value is _OUT else value for _, value in values)
+        return made(None if value is _LEFT_OUT else value for _, value in values)
 
-    def _leaf(self, path: str) -> Any:
+    def _read_leaf(self, path: str) -> Any:
         self.num_leaves += 1
         if self.num_leaves > bound(MAX_LEAVES):
             raise LimitExceeded(f"{self.url}: more than {MAX_LEAVES:,} values; {LIFTED}")
-        metadata = self._metadata(path)
+        metadata = self._read_metadata(path)
         if metadata.get("__LINKED__"):
             path = metadata.get("key", "")
             if type(path) is not str:
                 raise FormatError(f"{self.url}: a link to {str(path)[:80]!r}")
-            metadata = self._metadata(path)
-        return self._value(path, path, metadata)
+            metadata = self._read_metadata(path)
+        return self._read_value(path, path, metadata)
 
-    def _metadata(self, path: str) -> Mapping[str, Any]:
-        """Return what the file says of a value."""
+    def _read_metadata(self, path: str) -> Mapping[str, Any]:
+        """Return the metadata of a value."""
         found = self.h5.json(f"{path}.__metadata__")
         of_value = found.get(f"{path}.__metadata__") if isinstance(found, dict) else None
         if not isinstance(of_value, dict) or found.get("__objects__") != [path]:
             return {"__TYPE__": "a value that is made of others"}
         return of_value
 
-    def _flat(self) -> Mapping[Any, Any]:
-        """Return the values of a file without a tree that can be read, by name."""
+    def _read_flat_tree(self) -> Mapping[Any, Any]:
+        """Return all values by name, for a file whose tree is missing or pickled."""
         tree: dict[str, Any] = {}
         if "__spec__" in self.h5.attributes():
             self.left_out.append(LeftOut(path="__spec__", why=_PICKLE))
@@ -250,8 +250,8 @@ class _Reader:
             told = {
                 name: "" if name == "__BYTES__" else self.h5.attribute(name, raw) for name in names
             }
-            value = self._value(raw, unquote(raw), _as_today(told))
-            if value is not _OUT:
+            value = self._read_value(raw, unquote(raw), _translate_old_attributes(told))
+            if value is not _LEFT_OUT:
                 component, dot, rest = unquote(raw).partition(".")
                 if dot and component in (MODEL, "optimizer"):
                     tree.setdefault(component, {})[rest] = value
@@ -259,39 +259,39 @@ class _Reader:
                     tree[unquote(raw)] = value
         return tree
 
-    def _value(self, raw: str, path: str, metadata: Mapping[str, Any]) -> Any:
+    def _read_value(self, raw: str, path: str, metadata: Mapping[str, Any]) -> Any:
         kind = metadata.get("__TYPE__")
         if kind == "ScalarSerializer":
-            return self._scalar(path, metadata.get("scalar_value"), (bool, int, float))
+            return self._check_scalar(path, metadata.get("scalar_value"), (bool, int, float))
         if kind == "StringSerializer":
-            return self._scalar(path, metadata.get("string_value"), (str,))
+            return self._check_scalar(path, metadata.get("string_value"), (str,))
         if kind == "NoneSerializer":
             return None
         if kind == "ObjectSerializer" or "__BYTES__" in metadata:
             self.left_out.append(LeftOut(path=path, why=_PICKLE))
-            return _OUT
+            return _LEFT_OUT
         if kind == "DeferredFullTensor":
-            return self._constant(path, metadata)
+            return self._add_constant(path, metadata)
         if "__NUMPY__" in metadata and kind in ("TorchTensorSerializer", "NumpyArraySerializer"):
-            return self._tensor(raw, path, metadata)
+            return self._add_tensor(raw, path, metadata)
         self.wrong.append(f"{path!r} is {str(kind)[:80]!r}, which is not in this file or not known")
         return None
 
-    def _scalar(self, path: str, value: Any, kinds: tuple[type, ...]) -> Any:
+    def _check_scalar(self, path: str, value: Any, kinds: tuple[type, ...]) -> Any:
         if type(value) not in kinds:
-            raise FormatError(f"{self.url}: {path!r}: not the value that it is said to be")
+            raise FormatError(f"{self.url}: {path!r}: the value is not of the type in its metadata")
         return value
 
-    def _tensor(self, raw: str, path: str, metadata: Mapping[str, Any]) -> Any:
+    def _add_tensor(self, raw: str, path: str, metadata: Mapping[str, Any]) -> Any:
         place = self.h5.dataset(raw)
         is_torch = metadata.get("__TYPE__") == "TorchTensorSerializer"
-        dtype = self._dtype(path, place, metadata)
+        dtype = self._check_dtype(path, place, metadata)
         self.places[path] = place
         self.specs[path] = TensorSpec(path, dtype, place.shape)
         return TensorRef(path) if is_torch or dtype == "BF16" else ArrayRef(path)
 
-    def _dtype(self, path: str, place: Dataset, metadata: Mapping[str, Any]) -> str:
-        """Return the type that the file says; its dataset may be of integers of the same size."""
+    def _check_dtype(self, path: str, place: Dataset, metadata: Mapping[str, Any]) -> str:
+        """Return the type in the metadata. The dataset may hold integers of the same size."""
         told = metadata.get("dtypes")
         name = str(told[0] if isinstance(told, list) and told else told).removeprefix("torch.")
         if metadata.get("is_bfloat16"):
@@ -302,14 +302,14 @@ class _Reader:
         )
         if dtype is None or not is_same or ITEM_NBYTES[dtype] != place.dtype.itemsize:
             raise FormatError(
-                f"{self.url}: {path!r} is said to be {name[:40]!r}, and is stored as {place.dtype}"
+                f"{self.url}: {path!r} is {name[:40]!r} in the metadata but stored as {place.dtype}"
             )
         shapes = metadata.get("shapes")
         if isinstance(shapes, list) and shapes[:1] != [[*place.shape]]:
-            raise FormatError(f"{self.url}: {path!r} is said to have another shape than it has")
+            raise FormatError(f"{self.url}: {path!r}: its shape is not the one in its metadata")
         return dtype
 
-    def _constant(self, path: str, metadata: Mapping[str, Any]) -> Any:
+    def _add_constant(self, path: str, metadata: Mapping[str, Any]) -> Any:
         what = f"{self.url}: {path!r}"
         dtype = _DTYPES.get(str(metadata.get("dtype")).removeprefix("torch."))
         if dtype is None:
@@ -337,7 +337,7 @@ def _bytes_of(dtype: str, value: float) -> bytes:
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to_bytes(2, "little")
 
 
-def _as_today(told: Mapping[str, Any]) -> dict[str, Any]:
+def _translate_old_attributes(told: Mapping[str, Any]) -> dict[str, Any]:
     """Translate the attributes of a dataset in an older file to the current names."""
     found = dict(told)
     old = found.pop("__H5_TYPE__", None)

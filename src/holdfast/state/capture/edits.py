@@ -99,7 +99,7 @@ def edited(captured: Captured, edit: Edit) -> Captured:
     """Return a copy of `captured` after `edit`; the live state and `captured` do not change."""
     parts = captured.components
     if any(part.shards for part in parts.values()):
-        raise UsageError("edit_save: the state has DTensors, of which a rank has only parts")
+        raise UsageError("edit_save: cannot edit DTensors, as each rank holds only a part of them")
     view = StateView(
         {name: part.stored for name, part in parts.items()},
         {name: _Savable(part) for name, part in parts.items()},

@@ -1,4 +1,4 @@
-"""Translation of object stores' errors, as obstore gives them, to Holdfast's.
+"""Translate errors of obstore, boto3 and requests to errors of Holdfast.
 
 obstore gives the status, the service's error code and the kind of a network failure only in the
 text of its errors, so that text is parsed here.
@@ -38,7 +38,7 @@ _STOPPED = {
     "TooManyRedirects": "more than ten redirects",
     "InvalidCertificate": "its TLS certificate is not trusted here (SSL_CERT_FILE names others)",
 }
-"""Why the client itself ends a request, by a word in the text of the network failure."""
+"""Why the client itself ended a request, by a word in the text of the network failure."""
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound", "InvalidBucketName", "ContainerBeingDeleted"}
 _NO_SPACE = {
     "QuotaExceeded",
@@ -64,8 +64,8 @@ _NO_RIGHTS = {
 _RACE = {"ConditionalRequestConflict", "OperationAborted"}
 """Codes of S3 for one of two concurrent puts; they do not say which one won."""
 _BUSY = {"SlowDown", "ServiceUnavailable", "ServerBusy"}
-"""Codes which say, with status 503, that the service itself did not begin the request. Without them
-a gateway may have forwarded it; and after a 500 a slow request may still take effect."""
+"""Codes that prove, with status 503, that the service did not start the request. Without such a
+code a gateway may have forwarded it. After a 500 a slow request may still take effect."""
 
 _PASSING = {408, 409, 425, 429}
 """Statuses worth a retry: timeout, conflict with another request, too early, too many."""

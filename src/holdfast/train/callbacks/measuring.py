@@ -104,9 +104,14 @@ class SpeedMonitor(_Measuring):
         check_range("SpeedMonitor: window", window, 1, 2**31)
         costs = {"samples": flops_per_sample, "tokens": flops_per_token}
         self._costs = {name: cost for name, cost in costs.items() if cost is not None}
-        for value in (*self._costs.values(), *([] if peak_flops is None else [peak_flops])):
-            if not 0 < value < math.inf:
-                raise UsageError(f"SpeedMonitor: {value!r} operations: must be above zero")
+        given = {
+            "flops_per_sample": flops_per_sample,
+            "flops_per_token": flops_per_token,
+            "peak_flops": peak_flops,
+        }
+        for name, value in given.items():
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"SpeedMonitor: {name}={value!r}: must be above zero and finite")
         if len(self._costs) > 1 or bool(self._costs) != (peak_flops is not None):
             raise UsageError(
                 "SpeedMonitor: for speed/mfu give peak_flops, and one of flops_per_sample and "

@@ -51,7 +51,9 @@ class Callbacks:
         self._names = _name_callbacks(given)
         self._all = sorted(given, key=lambda item: (isinstance(item, Logger), -item.priority))
         called = [item for item in self._all if is_leader or not isinstance(item, Logger)]
-        self._by_hook = {hook: [item for item in called if _has(item, hook)] for hook in HOOKS}
+        self._by_hook = {
+            hook: [item for item in called if _overrides(item, hook)] for hook in HOOKS
+        }
         # Loggers start first, to be ready for what other callbacks log as they start.
         self._by_hook["fit_start"].sort(key=lambda item: not isinstance(item, Logger))
         self._is_leader = is_leader
@@ -75,7 +77,7 @@ class Callbacks:
 
     @property
     def step_numbers(self) -> dict[str, dict[str, float]]:
-        """What callbacks have noted of the step for its log, by their names; reads tensors."""
+        """Numbers that callbacks recorded for the log of this step, by callback; reads tensors."""
         return {
             name: read_numbers(item.step_numbers)
             for name, item in self._names.items()
@@ -83,7 +85,7 @@ class Callbacks:
         }
 
     def pass_step_numbers(self, numbers: Mapping[str, Mapping[str, float]]) -> None:
-        """Give callbacks what they had noted of a step; none for those that are not named."""
+        """Set the numbers that callbacks record for a step; none for callbacks not in `numbers`."""
         for name, item in self._names.items():
             item.step_numbers = numbers.get(name, {})
 
@@ -258,17 +260,22 @@ class Callbacks:
             raise HookFailed(callback, hook, error) from error
 
 
-def _has(callback: Callback, hook: str) -> bool:
+def _overrides(callback: Callback, hook: str) -> bool:
+    """Whether a callback has its own method for a hook."""
     return getattr(type(callback), hook) is not getattr(Callback, hook) or hook in vars(callback)
 
 
 def _check_callbacks(given: list[Callback]) -> None:
-    wrong = [f"{item!r} is not a holdfast.train.Callback" for item in given if not _is(item)]
+    wrong = [
+        f"{item!r} is not a holdfast.train.Callback" for item in given if not _is_callback(item)
+    ]
     if any(count > 1 for count in Counter(map(id, given)).values()):
         wrong.append("the same object is given twice; it would run twice")
-    for callback in filter(_is, given):
-        wrong += [f"{type(callback).__name__}.{problem}" for problem in _problems(callback)]
-        wrong += [f"{type(callback).__name__}: {problem}" for problem in _find_problems(callback)]
+    for callback in filter(_is_callback, given):
+        wrong += [f"{type(callback).__name__}.{problem}" for problem in _find_wrong_hooks(callback)]
+        wrong += [
+            f"{type(callback).__name__}: {problem}" for problem in _find_wrong_attributes(callback)
+        ]
     if wrong:
         raise UsageError("callbacks:\n" + listing(wrong))
 
@@ -277,16 +284,17 @@ def _is_stateful(callback: Callback) -> bool:
     return all(hasattr(callback, method) for method in _STATE)
 
 
-def _is(item: object) -> bool:
+def _is_callback(item: object) -> bool:
     return isinstance(item, Callback)
 
 
-def _problems(callback: Callback) -> list[str]:
+def _find_wrong_hooks(callback: Callback) -> list[str]:
+    """Describe hooks with other parameters, and methods that look like hooks."""
     found = []
     for name, method in inspect.getmembers(type(callback), inspect.isfunction):
         if name in HOOKS:
             if not _accepts(inspect.signature(method), name):
-                expected = ", ".join(_parameters(name))
+                expected = ", ".join(_list_parameters(name))
                 found.append(f"{name}: must take ({expected})")
         elif not name.startswith("_"):
             meant = difflib.get_close_matches(name.removeprefix("on_"), HOOKS, 1, 0.8)
@@ -296,7 +304,7 @@ def _problems(callback: Callback) -> list[str]:
     return found
 
 
-def _find_problems(callback: Callback) -> list[str]:
+def _find_wrong_attributes(callback: Callback) -> list[str]:
     """Describe wrong attributes, and a state that is only saved or only loaded."""
     found, (save, load) = [], _STATE
     if hasattr(callback, save) != hasattr(callback, load):
@@ -310,13 +318,13 @@ def _find_problems(callback: Callback) -> list[str]:
     return found
 
 
-def _parameters(hook: str) -> list[str]:
+def _list_parameters(hook: str) -> list[str]:
     return list(inspect.signature(getattr(Callback, hook)).parameters)
 
 
 def _accepts(signature: inspect.Signature, hook: str) -> bool:
     try:
-        signature.bind(*_parameters(hook))
+        signature.bind(*_list_parameters(hook))
     except TypeError:
         return False
     return True

@@ -175,8 +175,8 @@ class Evaluator:
         found = parts.group.from_leader("finding the best checkpoint", lambda: outcome.best)
         if found is None:
             raise NoCheckpoint(
-                f"load_best=True: no checkpoint has the metric of the best one. The run ended at "
-                f"step {outcome.step} ({outcome.reason}), and all is saved"
+                f"load_best=True: no checkpoint has the metric that selects the best. The run "
+                f"ended at step {outcome.step} ({outcome.reason}), and is saved"
             )
         targets = self._find_all(found.folder)
         stored = targets[0].entry.manifest.components

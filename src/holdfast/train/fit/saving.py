@@ -314,7 +314,7 @@ def check_health(
     if policy == "raise":
         raise error
     if policy == "skip":
-        raise SaveSkipped(f"{error}\nno checkpoint is made of it") from error
+        raise SaveSkipped(f"{error}\nthis save was skipped") from error
     logger.warning("%s", error)
     more = (f"and {len(reasons) - _MAX_REASONS} more",) if len(reasons) > _MAX_REASONS else ()
     return reasons[:_MAX_REASONS] + more

@@ -1,4 +1,4 @@
-"""Undo of an interrupted fetch or validation, or of a failed step, from a snapshot.
+"""Undo an interrupted fetch or validation, or a failed step, from a snapshot of the state.
 
 Work that is interrupted leaves traces: data and generators have advanced, callbacks have counted,
 buffers were updated. Restoring the `Boundary` makes the state that of the last step again, so that
@@ -251,28 +251,33 @@ class StateFingerprint:
             for name, value in components.items()
             if isinstance(value, nn.Module | Optimizer)
         }
-        self._marks = {name: _mark(value) for name, value in self._components.items()}
+        self._fingerprints = {name: _fingerprint(value) for name, value in self._components.items()}
 
     def find_changed(self) -> list[str]:
         """List the components that have changed since. Waits for their devices."""
         return [
             name
             for name, value in self._components.items()
-            if not _are_equal(self._marks[name], _mark(value))
+            if not _are_fingerprints_equal(self._fingerprints[name], _fingerprint(value))
         ]
 
 
-def _mark(value: nn.Module | Optimizer) -> list[Any]:
+def _fingerprint(value: nn.Module | Optimizer) -> list[Any]:
+    """Compute the fingerprint of a component; compare two with `_are_fingerprints_equal`."""
     if isinstance(value, nn.Module):
-        return _module_mark(value)
-    return [_optimizer_mark(value.param_groups), _optimizer_mark([*value.state.values()])]
+        return _fingerprint_module(value)
+    return [
+        _fingerprint_optimizer(value.param_groups),
+        _fingerprint_optimizer([*value.state.values()]),
+    ]
 
 
-def _module_mark(module: nn.Module) -> list[Any]:
+def _fingerprint_module(module: nn.Module) -> list[Any]:
+    """Checksum the parameters; for modules with extra state, add their captured tree."""
     trees = (
         [] if _is_plain_module(module) else [capture({"module": module}).components["module"].tree]
     )
-    return [*trees, *_sums(module.parameters())]
+    return [*trees, *_checksum_tensors(module.parameters())]
 
 
 def _is_plain_module(module: nn.Module) -> bool:
@@ -281,7 +286,7 @@ def _is_plain_module(module: nn.Module) -> bool:
     return all(type(inner).get_extra_state is own for inner in module.modules())
 
 
-def _optimizer_mark(value: Any) -> Any:
+def _fingerprint_optimizer(value: Any) -> Any:
     """Return a fingerprint of an optimizer's slots or options, equal while none changes."""
     if isinstance(value, Tensor):
         version = None if value.is_inference() else value._version
@@ -289,16 +294,16 @@ def _optimizer_mark(value: Any) -> Any:
     if isinstance(value, Mapping):
         # The parameters of a group are covered by the modules.
         return {
-            key: [*map(id, item)] if key == "params" else _optimizer_mark(item)
+            key: [*map(id, item)] if key == "params" else _fingerprint_optimizer(item)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [_optimizer_mark(item) for item in value]
+        return [_fingerprint_optimizer(item) for item in value]
     return value if isinstance(value, bool | int | float | str | None) else id(value)
 
 
 @torch.no_grad()
-def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _checksum_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Sum the bytes of tensors as 64-bit integers that wrap around: exact for any values."""
     sums: list[Tensor] = []
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -308,13 +313,13 @@ def _sums(tensors: Iterable[Tensor]) -> list[Tensor]:
         elif tensor.nbytes < _SMALL_NBYTES:
             small.setdefault((tensor.device, tensor.dtype), []).append(tensor.reshape(-1))
         else:
-            sums += _sum(tensor.reshape(-1))
+            sums += _checksum(tensor.reshape(-1))
     for together in small.values():
-        sums += _sum(torch.cat(together))
+        sums += _checksum(torch.cat(together))
     return sums
 
 
-def _sum(flat: Tensor) -> list[Tensor]:
+def _checksum(flat: Tensor) -> list[Tensor]:
     """Sum the 8-byte words of a flat tensor, and its remaining bytes."""
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
@@ -325,7 +330,7 @@ def _sum(flat: Tensor) -> list[Tensor]:
     return [data[:whole].view(torch.int64).sum(), data[whole:].sum(dtype=torch.int64)]
 
 
-def _are_equal(before: list[Any], now: list[Any]) -> bool:
+def _are_fingerprints_equal(before: list[Any], now: list[Any]) -> bool:
     pairs = zip(before, now, strict=False)
     return len(before) == len(now) and all(_is_equal(*pair) for pair in pairs)
 
