@@ -181,8 +181,9 @@ class SourceCheck:
 
 INCOMPLETE = (
     "{}: the state_dict of this {} is incomplete: a copy that loaded it gave another sample than "
-    "came next, so a resume within an epoch loses or repeats samples. Add what is missing, such as "
-    "a buffer or a generator, or use a holdfast.data.Loader, or a Stream with shuffle="
+    "came next, so a resume within an epoch loses, repeats or changes samples. Add what is "
+    "missing, such as a buffer or a generator, or use a holdfast.data.Loader, or a Stream with "
+    "shuffle="
 )
 SWALLOWED = (
     "{}: set_epoch of this {} does not reach an object inside of it that has set_epoch, so each "
