@@ -34,7 +34,7 @@ from holdfast.policy.triggers import Event as TriggerEvent
 from holdfast.policy.triggers import SaveFunction, Trigger
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.results import Checkpoint, CheckpointList, PendingSave, build_checkpoint, parse_seen
-from holdfast.save_controller import SaveController
+from holdfast.save_controller import SaveController, check_saved_components
 from holdfast.saving.compression import Compress
 from holdfast.saving.progress_counters import Counters
 from holdfast.session import NEVER_QUIET, Calls, Session, count_calls
@@ -209,7 +209,7 @@ class CheckpointManager(Marking):
         """
         counters = {"epoch": epoch, "cycle": cycle, "samples": samples, "tokens": tokens}
         now = self._session.clock.now(step, **counters)
-        only = None if components is None else self._saves.check_components(components)
+        only = check_saved_components(components, self.state)
         due = Due(save_class, reason, components=only)
         pending = self._saves.start_save(now, due, metrics, tags=tags, is_awaited=wait)
         if wait and not isinstance(pending.failure(), SaveSkipped):

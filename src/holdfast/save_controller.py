@@ -31,6 +31,20 @@ from holdfast.threads.buffers import collector_paused
 from holdfast.version import environment
 
 
+def check_saved_components(
+    components: Iterable[str] | None, state: Iterable[str]
+) -> tuple[str, ...] | None:
+    """Return names of components to save; None: all of `state`; raise `UsageError` for others."""
+    if components is None:
+        return None
+    names = (components,) if isinstance(components, str) else tuple(components)
+    known = [*state, RNG]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise UsageError(f"components={components!r}: must be some of {known}")
+    return names
+
+
 class SaveController:
     """Decides what is due at a step, and starts saves. In the training thread."""
 
@@ -42,15 +56,6 @@ class SaveController:
         """Whether the caller reports errors to `maybe_save`, or no trigger is for them."""
         self._upload_error: HoldfastError | None = None
         """Error of uploads to raise once the save that met it has been begun."""
-
-    def check_components(self, components: Iterable[str]) -> tuple[str, ...]:
-        """Return names of components to save; raise `UsageError` for others."""
-        names = (components,) if isinstance(components, str) else tuple(components)
-        known = [*self._session.state, RNG]
-        unknown = [name for name in names if name not in known]
-        if unknown or not names:
-            raise UsageError(f"components={components!r}: must be some of {known}")
-        return names
 
     def raise_upload_error(self) -> None:
         """Raise the error of uploads that the last save met, once."""

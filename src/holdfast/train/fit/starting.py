@@ -30,6 +30,7 @@ from holdfast.policy.clock import Time
 from holdfast.policy.rule import SaveClass
 from holdfast.policy.savers import Due
 from holdfast.results import Checkpoint, CheckpointList, PendingSave, metrics_by_step
+from holdfast.save_controller import check_saved_components
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.components import PerRank
 from holdfast.store import open_store
@@ -194,7 +195,7 @@ class DryRunManager(NullManager):
         wait: bool = False,
     ) -> PendingSave:
         """Check what a save checks, and return one that has committed nothing; says so once."""
-        only = None if components is None else self._check_components(components)
+        only = check_saved_components(components, self.state)
         due = Due(save_class, reason, components=only, tags=checked_tags(tags))
         now = msgspec.structs.replace(self._parts.counters.timestamp, step=step)
         measured = checked_metrics(metrics)
