@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from data.sources import Shards
 from holdfast.data import Loader, Stream
@@ -410,3 +416,22 @@ def test_copies_of_a_slow_source_are_not_read_on(
     with CheckpointManager(tmp_path, state) as manager:
         manager.save(1)
     assert Counted.num_read == expected
+
+
+class Looked:
+    """A sample that counts the looks at it."""
+
+    num_looks = 0
+
+    @property
+    def set_epoch(self) -> None:
+        type(self).num_looks += 1
+
+
+@pytest.mark.parametrize(("num_samples", "num_looks"), [(10, 10), (5000, 0)])
+def test_no_set_epoch_is_looked_for_among_many_samples(num_samples: int, num_looks: int) -> None:
+    """It would take seconds for millions of them."""
+    Looked.num_looks = 0
+    data = [Looked() for _ in range(num_samples)]
+    assert not probing.hides_epochs(SequentialSampler(data), 1)
+    assert Looked.num_looks == num_looks

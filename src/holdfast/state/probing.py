@@ -40,6 +40,8 @@ _MAX_NBYTES = 64 * 2**20
 MAX_FIRST_S = 2.0
 """Time for the first sample, in seconds, above which a copy is not read on: a save waits for it."""
 _MAX_DEPTH = 5
+_MAX_PARTS = 1000
+"""Length above which a list or dict has samples, among which no `set_epoch` is looked for."""
 _SHARED = (type, FunctionType, BuiltinFunctionType, ModuleType)
 _PLAIN = (type, ModuleType, int, float, complex, str, bytes, type(None))
 _FIXED = frozenset({bool, int, float, complex, str, bytes, tuple, type(None)})
@@ -148,7 +150,9 @@ def _with_set_epoch(source: Any, depth: int = 0) -> Iterator[Any]:
     inside = source.values() if isinstance(source, dict) else source
     if not isinstance(source, dict | list | tuple):
         inside = getattr(source, "__dict__", {}).values()
-    for each in inside if depth < _MAX_DEPTH else ():
+    if depth == _MAX_DEPTH or len(inside) > _MAX_PARTS:
+        return
+    for each in inside:
         if callable(getattr(each, "set_epoch", None)):
             yield each
         elif not isinstance(each, (*_SHARED, torch.Tensor, torch.nn.Module)):
