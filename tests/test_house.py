@@ -106,14 +106,14 @@ PROSE = (
     # README and docs, without code blocks and decisions.
     Limit(
         "docs: words",
-        66_400,
+        65_100,
         "Shorten a page, or link to one",
-        reason="ExportModel, histograms and not_state are new",
+        reason="checks of data, and a reader in extending.md",
     ),
     Limit("docs: lines over 100 columns", 5, "Wrap the lines"),
     Limit("docs: “go on” per 10,000 words", 0.15, _ENGLISH, slack=0.3),
     Limit("docs: “what as a noun” per 10,000 words", 0.31, _ENGLISH, slack=0.3),
-    Limit("docs: “that of” per 10,000 words", 1.1, _ENGLISH, slack=0.3),
+    Limit("docs: “that of” per 10,000 words", 0.77, _ENGLISH, slack=0.3),
     Limit("docs: “whoever, beside” per 10,000 words", 0, _ENGLISH, slack=0.3),
     Limit("docs: “where for if” per 10,000 words", 0, _ENGLISH, slack=0.3),
     Limit("docs: “as it is” per 10,000 words", 0.3, _ENGLISH, slack=0.3),

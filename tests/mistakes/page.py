@@ -11,7 +11,7 @@ from tests.mistakes.table import Answer, Case
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "mistakes.md"
 MARK = "<!-- The rest is written by `python -m tests.mistakes`. -->\n"
-LONGEST = 52
+LONGEST = 42
 """Characters of a message on the page: enough to find it."""
 SELF_EXPLANATORY = ("UsageError", "NoCheckpoint", "MismatchError", "exit")
 """Answers that name the wrong value and the right ones, so that nobody looks them up."""
