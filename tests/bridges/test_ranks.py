@@ -239,7 +239,7 @@ def test_lightning_counts_each_sample_once_in_a_metric_weighted_by_own_samples()
 
 
 UNREAD = {
-    "reading the metrics of earlier checkpoints": ("validations", "_read_earlier_metrics"),
+    "reading the metrics of earlier checkpoints": ("parts", "_read_earlier_metrics"),
     "looking for checkpoints": ("transformers.trainer", "newest_step"),
 }
 """What the leader does alone before training, by its name in errors: module and function."""

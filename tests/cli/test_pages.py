@@ -33,7 +33,7 @@ def comparable(output: str, home: Path) -> str:
     output = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?", "0000-00-00 00:00", output)
     output = re.sub(r"\bloss [\d.e-]+ *", "loss … ", output)
     output = re.sub(r"  \S+:\d+ +(?=the beginning|step )", "  HOST:PID ", output)
-    output = re.sub(r"where +went on", "where went on", output)
+    output = re.sub(r"where +(?=resumed from)", "where  ", output)  # as wide as the longest
     return "\n".join(line.rstrip() for line in output.splitlines())
 
 
