@@ -61,7 +61,9 @@ class ScriptSettings:
         return (*notes, *self._settings.replaced()), origins
 
 
-def loaded(found: LoadCandidate, reader: CheckpointSearch, replaced: Sequence[str]) -> Checkpoint:
+def describe_loaded(
+    found: LoadCandidate, reader: CheckpointSearch, replaced: Sequence[str]
+) -> Checkpoint:
     """Describe the checkpoint that was loaded, with notes, and those that were skipped for it."""
     manifest = found.entry.manifest
     notes = [*reader.notes, *found.one_sided.skip_notes, *found.prepared.notes]
@@ -69,7 +71,7 @@ def loaded(found: LoadCandidate, reader: CheckpointSearch, replaced: Sequence[st
     if manifest.world_size != reader.world_size:
         notes.append(
             f"saved by {manifest.world_size} ranks, loaded by {reader.world_size}: rank r "
-            "goes on with the generators, and whatever is per rank, of r modulo the old number"
+            "continues with the generators, and whatever is per rank, of r modulo the old number"
         )
     return build_checkpoint(
         reader.catalog.find_store(found.entry.folder),
@@ -257,4 +259,6 @@ class LoadController:
         self, found: LoadCandidate, reader: CheckpointSearch, replaced: tuple[str, ...]
     ) -> Checkpoint:
         stored, world_size = found.entry.manifest.numerics, self._session.ranks.world_size
-        return loaded(found, reader, (*replaced, *differences(stored, numerics(world_size))))
+        return describe_loaded(
+            found, reader, (*replaced, *differences(stored, numerics(world_size)))
+        )

@@ -1,4 +1,4 @@
-"""What Linux, macOS and Windows do differently: processes, memory, reads of files, durability.
+"""Differences between Linux, macOS and Windows: processes, memory, reads of files, durability.
 
 Every module that needs one of these calls asks here, so that each of them can be imported, and
 can read, on all three. Saving needs what `OPENS_FOLDERS` says, which Windows lacks.

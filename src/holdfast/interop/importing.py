@@ -80,7 +80,7 @@ class ImportPlan:
     taken: Mapping[str, Taken]
     left_out: Sequence[LeftOut]
     notes: Sequence[str]
-    """What a user should know of the conversion, such as an optimizer that stays as it was."""
+    """Notes for the user on the conversion, such as an optimizer that stays as it was."""
 
     @property
     def nbytes(self) -> int:

@@ -111,7 +111,7 @@ class LazyFile(Mapping[str, "LazyTensor"]):
 
     @property
     def left_out(self) -> Sequence[LeftOut]:
-        """What the source holds and cannot give, with the reasons."""
+        """Values of the source that cannot be read, with the reasons."""
         return self._source.left_out
 
     def tree(self, component: str | None = None) -> Any:

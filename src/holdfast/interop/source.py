@@ -99,7 +99,7 @@ class Source(ABC):
     parts: Mapping[str, SourceComponent]
     """The components by name."""
     left_out: Sequence[LeftOut] = ()
-    """What the source holds and cannot give."""
+    """Values of the source that cannot be read."""
     step: int | None = None
     """Completed optimizer steps, if the source tells."""
 

@@ -6,7 +6,7 @@ settings of the script were replaced. The search decides which checkpoint is cho
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from holdfast.loading.search import Avoided, CheckpointSearch, LoadCandidate, Pa
 from holdfast.ownership.annotations import reject
 from holdfast.ownership.claim import settled_choice
 from holdfast.ownership.owner import Ownership
-from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.store.base import Store
 
@@ -134,22 +133,3 @@ class CheckpointApplier:
         if candidate.options.is_full:
             self._touched.clear()
             self.half_loaded = None
-
-
-def loaded(found: LoadCandidate, reader: CheckpointSearch, replaced: Sequence[str]) -> Checkpoint:
-    """Describe the checkpoint that was loaded, with notes, and those that were skipped for it."""
-    manifest = found.entry.manifest
-    notes = [*reader.notes, *found.one_sided.skip_notes, *found.prepared.notes]
-    notes += (f"the state was not healthy: {why}" for why in manifest.unhealthy)
-    if manifest.world_size != reader.world_size:
-        notes.append(
-            f"saved by {manifest.world_size} ranks, loaded by {reader.world_size}: rank r "
-            "goes on with the generators, and whatever is per rank, of r modulo the old number"
-        )
-    return build_checkpoint(
-        reader.catalog.find_store(found.entry.folder),
-        found.entry,
-        rejected=reader.rejected,
-        notes=(*notes, *replaced),
-        new=found.one_sided.new,
-    )

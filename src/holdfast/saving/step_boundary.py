@@ -336,8 +336,8 @@ class StepBoundary:
 
 
 _watching: tuple[weakref.ref[StepBoundary], ...] = ()
-"""Those that watch steps now. Weak, so that a manager that is dropped without a close is collected.
-A tuple, which other threads may walk while it is replaced."""
+"""Boundaries that watch steps. Weak, so that a manager that is dropped without a close is
+collected. A tuple, which other threads may walk while it is replaced."""
 _registering = threading.Lock()
 
 

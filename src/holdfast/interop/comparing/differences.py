@@ -58,7 +58,7 @@ class SourceDifference(msgspec.Struct, frozen=True, kw_only=True):
     num_equal: int
     """Tensors that are equal in every bit."""
     num_unread: int
-    """Those of them that were not read, as their digests are equal."""
+    """Equal tensors that were not read, as their digests are equal."""
     not_compared: tuple[NotCompared, ...] = ()
     """Values with tensors that could not be read."""
 
@@ -163,7 +163,7 @@ def _with_dots(path: str) -> str:
 
 @dataclass(slots=True)
 class _Gathered:
-    """What the trees of two sources say, before a tensor is read."""
+    """Trees of two sources, compared before a tensor is read."""
 
     values: list[ValueDifference] = field(default_factory=list)
     pairs: dict[tuple[_Key, _Key], list[str]] = field(default_factory=dict)

@@ -285,7 +285,7 @@ class SourceState:
         """Name all values, as DCP flattens a dict."""
         self._source = source
         self.notes: list[str] = []
-        """What is in another form than in the source."""
+        """Values in another form than in the source."""
         values = Values(source, self.notes)
         self._items: dict[str, tuple[ItemPath, Any]] = {}
         state = {name: values.read_component(name) for name in source.parts}

@@ -46,7 +46,7 @@ class Item:
 
     component: str
     under: tuple[str, ...]
-    """What precedes `path` in the path of the item: the component's name, or nothing."""
+    """Start of the item's path before `path`: the component's name, or empty."""
     path: Path
     is_tensor: bool
     is_pickled: bool = False

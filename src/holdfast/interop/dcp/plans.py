@@ -79,7 +79,7 @@ class Note:
     folder: str
     save_id: str
     tasks: Mapping[str | None, Task]
-    """What the rank writes, by the cache of the planner; see `whole_plans`."""
+    """Items that the rank writes, by the cache of the planner; see `whole_plans`."""
 
     def cache_of(self, planner: SavePlanner) -> str | None:
         """Return the name in `tasks` of what a rank with this planner writes."""

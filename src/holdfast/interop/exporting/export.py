@@ -71,9 +71,9 @@ class Exported:
     nbytes: int
     """Bytes of its files, small headers left out."""
     left_out: Sequence[LeftOut]
-    """What the source holds, and the export does not."""
+    """Parts of the source that the export leaves out."""
     notes: Sequence[str]
-    """What is in another form than in the source."""
+    """Values in another form than in the source."""
 
 
 class Export:

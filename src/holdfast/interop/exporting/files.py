@@ -40,7 +40,7 @@ class ExportPlan:
     files: Sequence[PlannedFile]
     left_out: list[LeftOut] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What is in another form than in the source, such as a path as text; some are found only when
+    """Values in another form than in the source, such as a path as text; some are found only when
     the files are written."""
 
     @property

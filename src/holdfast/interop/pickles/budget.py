@@ -30,7 +30,7 @@ def bound(most: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class PickleBudget:
-    """What may still be spent on the pickles of one source.
+    """Remaining operations and memory for the pickles of one source.
 
     The memory of every value is charged when it is made, and never given back. Work that is not
     one operation is charged as memory.

@@ -70,7 +70,7 @@ class TensorLocation:
 
 
 class NothingKept(FormatError):
-    """Nothing of a component can be carried over."""
+    """Error for a component of which no value can be imported."""
 
     def __init__(self, left_out: list[LeftOut]) -> None:
         super().__init__(f"{left_out[0].path}: {left_out[0].why}")

@@ -74,7 +74,7 @@ class ChunkedTensor:
 
 @dataclass(slots=True)
 class FolderMetadata:
-    """What a folder holds, by DCP's names of the items."""
+    """Contents of a folder, by DCP's names of the items."""
 
     files: list[str] = field(default_factory=list)
     tensors: dict[str, ChunkedTensor] = field(default_factory=dict)
