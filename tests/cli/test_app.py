@@ -10,16 +10,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
 from tests.cli.page import PAGE, commands, page
 from tests.cli.roots import Result
 
+from holdfast import cli
 from holdfast.cli import main
 from holdfast.cli.app import app, load_command
-from holdfast.cli.options import Argument
+from holdfast.cli.options import DECLARED, Argument
 from holdfast.cli.output import Code, format_nbytes, json_safe, printable
 
 Command = Callable[..., Result]
@@ -49,6 +52,15 @@ def test_every_command_and_option_says_what_it_is_for() -> None:
 def test_the_list_of_commands_has_the_first_lines_of_their_help() -> None:
     for name, listed in app.commands.items():
         assert load_command(name).get_short_help_str(100) == listed.help
+
+
+def test_help_lists_every_command_in_one_section(holdfast: Command) -> None:
+    _, *sections = re.split(r"^(?=\S.*:$)", holdfast("--help").out, flags=re.MULTILINE)[1:]
+    listed = [line.split()[0] for section in sections for line in section.splitlines()[1:] if line]
+    for module in iter_modules(cli.__path__):
+        import_module(f"holdfast.cli.{module.name}")
+    assert sorted(listed) == sorted(app.commands.keys() | DECLARED.commands.keys())
+    assert all(len(section.splitlines()) < 12 for section in sections)
 
 
 def test_help_and_a_command_import_no_module_of_another_command() -> None:
@@ -136,6 +148,7 @@ def in_a_process(
 
 IN_TURN = """
 import sys
+from holdfast import cli
 from holdfast.cli import main
 for words in {commands!r}:
     sys.argv = ["holdfast", *words]

@@ -72,50 +72,67 @@ def _asks_for_json() -> bool:
     return "--json" in arguments[: arguments.index("--") if "--" in arguments else None]
 
 
-MODULES = {
-    "ls": ("ls", "List the checkpoints of a root, newest first."),
-    "log": ("log", "List the sessions of a run, oldest first."),
-    "resume-plan": ("resume_plan", "Show which checkpoint a resume would use, and why."),
-    "show": ("show", "Show the manifest of one checkpoint."),
-    "verify": ("verify", "Read every byte and compare it with its digest."),
-    "gc": ("gc", "Remove unfinished saves and leftovers of deletions."),
-    "prune": ("prune", "Delete the checkpoints that a retention rule does not keep."),
-    "forecast": ("prune", "List the deletions at the next saves, with reasons."),
-    "pin": ("pin", "Protect a checkpoint from deletion by retention rules."),
-    "unpin": ("pin", "Remove the pin of a checkpoint."),
-    "tag": ("pin", "Add tags to a checkpoint."),
-    "import": ("convert", "Save a file or folder of another library as a new checkpoint."),
-    "export": ("convert", "Write a checkpoint in the format of another library."),
-    "save": ("save", "Ask a running training for a checkpoint, and wait for it."),
-    "uploads": ("uploads", "Show which checkpoints are uploaded, waiting or failed."),
-    "advise": ("advise", "Recommend how often to save."),
-    "plot": ("plot", "Draw loss, learning rate and throughput over steps."),
-    "schema": ("schema", "Print the JSON Schema of a command's --json output."),
-    "cp": ("cp", "Copy checkpoints to another root, in any store."),
-    "rm": ("rm", "Delete one checkpoint, and record the reason."),
-    "thin": ("rm", "Delete components of a checkpoint, such as the optimizer."),
-    "untag": ("pin", "Remove tags from a checkpoint."),
-    "scrub": ("verify", "Verify a whole root at a limited rate, in parts."),
-    "watch": ("watch", "Show the state of a run as it changes."),
-    "serve": ("web.serve", "Show runs in the browser, on 127.0.0.1, until Ctrl-C."),
-    "doctor": ("doctor", "Check this machine, and whether a run could save into a root."),
-    "completion": ("schema", "Print the completion script for a shell."),
-    "tree": ("tree", "Show the structure of a checkpoint or a file."),
-    "cat": ("tree", "Print a tensor, some of its rows, or a plain value."),
-    "diff": ("diff", "Compare two checkpoints or files."),
-    "stats": ("stats", "Compute statistics of each tensor, such as norm and mean."),
-    "du": ("du", "Show the disk usage of a root, by checkpoint and component."),
-    "run": ("run", "Run a training, and restart it when it crashes."),
-    "keys": ("keys", "Generate, list and replace the keys of encrypted checkpoints."),
+SECTIONS = {
+    "Look at a run": {
+        "ls": ("ls", "List the checkpoints of a root, newest first."),
+        "log": ("log", "List the sessions of a run, oldest first."),
+        "show": ("show", "Show the manifest of one checkpoint."),
+        "du": ("du", "Show the disk usage of a root, by checkpoint and component."),
+        "watch": ("watch", "Show the state of a run as it changes."),
+        "plot": ("plot", "Draw loss, learning rate and throughput over steps."),
+        "serve": ("web.serve", "Show runs in the browser, on 127.0.0.1, until Ctrl-C."),
+        "uploads": ("uploads", "Show which checkpoints are uploaded, waiting or failed."),
+        "resume-plan": ("resume_plan", "Show which checkpoint a resume would use, and why."),
+    },
+    "Look into checkpoints": {
+        "tree": ("tree", "Show the structure of a checkpoint or a file."),
+        "cat": ("tree", "Print a tensor, some of its rows, or a plain value."),
+        "diff": ("diff", "Compare two checkpoints or files."),
+        "stats": ("stats", "Compute statistics of each tensor, such as norm and mean."),
+    },
+    "Prove and check": {
+        "verify": ("verify", "Read every byte and compare it with its digest."),
+        "scrub": ("verify", "Verify a whole root at a limited rate, in parts."),
+        "doctor": ("doctor", "Check this machine, and whether a run could save into a root."),
+    },
+    "Keep and delete": {
+        "pin": ("pin", "Protect a checkpoint from deletion by retention rules."),
+        "unpin": ("pin", "Remove the pin of a checkpoint."),
+        "tag": ("pin", "Add tags to a checkpoint."),
+        "untag": ("pin", "Remove tags from a checkpoint."),
+        "forecast": ("prune", "List the deletions at the next saves, with reasons."),
+        "prune": ("prune", "Delete the checkpoints that a retention rule does not keep."),
+        "thin": ("rm", "Delete components of a checkpoint, such as the optimizer."),
+        "rm": ("rm", "Delete one checkpoint, and record the reason."),
+        "gc": ("gc", "Remove unfinished saves and leftovers of deletions."),
+    },
+    "Copy and convert": {
+        "cp": ("cp", "Copy checkpoints to another root, in any store."),
+        "import": ("convert", "Save a file or folder of another library as a new checkpoint."),
+        "export": ("convert", "Write a checkpoint in the format of another library."),
+    },
+    "Train": {
+        "run": ("run", "Run a training, and restart it when it crashes."),
+        "save": ("save", "Ask a running training for a checkpoint, and wait for it."),
+        "advise": ("advise", "Recommend how often to save."),
+    },
+    "Keys and scripts": {
+        "keys": ("keys", "Generate, list and replace the keys of encrypted checkpoints."),
+        "schema": ("schema", "Print the JSON Schema of a command's --json output."),
+        "completion": ("schema", "Print the completion script for a shell."),
+    },
 }
-"""Command → the module of `holdfast.cli` that declares it, and the first line of its help.
+"""Section of `--help` → its commands → the module of `holdfast.cli` that declares each, and the
+first line of its help.
 
 `--help` prints these lines and imports none of the modules.
 """
 
+MODULES = {name: entry for section in SECTIONS.values() for name, entry in section.items()}
+
 
 class LazyCommands(Commands):
-    """The commands of `MODULES`; the module of a command is imported when the command is run."""
+    """The commands of `SECTIONS`; the module of a command is imported when the command is run."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -123,6 +140,15 @@ class LazyCommands(Commands):
         """Find the command to run, and import its module."""
         name, found, rest = super().resolve_command(ctx, args)
         return name, found if found is None else load_command(found.name or ""), rest
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands of each section, all first lines in one column."""
+        width = max(map(len, MODULES))
+        for title, section in SECTIONS.items():
+            with formatter.section(title):
+                formatter.write_dl(
+                    [(name.ljust(width), line) for name, (_, line) in section.items()]
+                )
 
 
 def load_command(name: str) -> click.Command:
