@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from holdfast import train as train
     from holdfast.checkpoints import Checkpoints as Checkpoints
     from holdfast.checkpoints import StateHooks as StateHooks
-    from holdfast.control.reporter import OnCommit as OnCommit
     from holdfast.control.stop import Stop as Stop
     from holdfast.format.codec import Compression as Compression
     from holdfast.interop.lazy import load_file as load_file
     from holdfast.keys import Encryption as Encryption
     from holdfast.loading.cached_store import CachedStore as CachedStore
     from holdfast.manager import CheckpointManager as CheckpointManager
+    from holdfast.ownership.access import add_metrics as add_metrics
     from holdfast.ownership.access import reading as reading
     from holdfast.ownership.tiered_options import Tiered as Tiered
     from holdfast.policy.auto import Auto as Auto
@@ -80,7 +80,6 @@ _HOMES = {
     "LocalStore": "holdfast.store.local.store",
     "MemoryStore": "holdfast.store.memory",
     "On": "holdfast.policy.triggers",
-    "OnCommit": "holdfast.control.reporter",
     "PerRank": "holdfast.state.components",
     "RemoteOptions": "holdfast.store.remote.opening",
     "RemoteStore": "holdfast.store.remote.store",
@@ -94,6 +93,7 @@ _HOMES = {
     "When": "holdfast.policy.triggers",
     "Within": "holdfast.policy.rules",
     "__version__": "holdfast.version",
+    "add_metrics": "holdfast.ownership.access",
     "data": "holdfast",
     "errors": "holdfast",
     "keys": "holdfast",

@@ -112,7 +112,7 @@ def metrics_by_step(newest_first: Iterable[Entry], until: int) -> dict[int, Mapp
         if entry.step <= until
         and not (entry.marks.rejected or entry.marks.retired or entry.manifest.unhealthy)
     ]
-    return {entry.step: entry.manifest.metrics for entry in reversed(counting)}
+    return {entry.step: entry.metrics for entry in reversed(counting)}
 
 
 _MAX_STEPS = 6
@@ -161,7 +161,7 @@ def build_checkpoint(
         step=entry.step,
         timestamp=manifest.timestamp,
         save_id=manifest.save_id,
-        metrics=dict(manifest.metrics),
+        metrics=dict(entry.metrics),
         tags=entry.tags,
         pinned=entry.marks.pinned,
         save_class=manifest.save_class,

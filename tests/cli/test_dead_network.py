@@ -25,6 +25,7 @@ COMMANDS = {
     "unpin": [f"{ROOT}@latest"],
     "tag": [f"{ROOT}@latest", "x"],
     "untag": [f"{ROOT}@latest", "x"],
+    "metric": [f"{ROOT}@latest", "x=1"],
     "save": [ROOT],
     "uploads": [ROOT],
     "advise": [ROOT],

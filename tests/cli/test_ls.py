@@ -86,6 +86,20 @@ def test_the_best_is_marked(holdfast: Command, tmp_path: Path) -> None:
     assert holdfast("ls", path, "--json").document["best"] == folder_of(path, 1).name
 
 
+def test_a_metric_that_is_added_later_is_listed_and_counts_for_best(
+    holdfast: Command, root: Path
+) -> None:
+    added = holdfast("metric", f"{root}@step=200", "eval/acc=0.61", "top=5=1e-3", "--json")
+    assert added.document["metrics"]["top=5"] == 0.001
+    row = holdfast("ls", root).out.splitlines()[2]
+    assert "eval/acc 0.61" in row
+    assert holdfast("show", f"{root}@best:eval/acc", "--json").document["checkpoint"]["step"] == 200
+    assert holdfast("metric", f"{root}@step=200", "eval/acc=0.7").code == 2
+    assert holdfast("metric", f"{root}@step=200", "eval/acc=0.7", "--replace").code == 0
+    for wrong in ("eval/acc", "=1", "acc=high"):
+        assert holdfast("metric", f"{root}@step=200", wrong).code == 2
+
+
 def test_many_metrics_make_no_wide_column(holdfast: Command, tmp_path: Path) -> None:
     """Those of the rules come first, then losses."""
     path = tmp_path / "run"

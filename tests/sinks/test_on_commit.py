@@ -18,11 +18,12 @@ import pytest
 
 import warm
 from distributed.run import run_ranks
-from holdfast import Checkpoint, CheckpointManager, Checkpoints, MemoryStore, OnCommit
+from holdfast import Checkpoint, CheckpointManager, Checkpoints, MemoryStore
 from holdfast.control.reporter import CommandFailed, run_command
 from holdfast.errors import UsageError
 from holdfast.format.manifest import manifest_digest
 from holdfast.root.catalog import Catalog
+from holdfast.sinks import OnCommit
 from holdfast.store import open_store
 
 WRITE = "import json, sys; print(json.dumps(sys.argv[2:]), file=open(sys.argv[1], 'a'))"

@@ -105,7 +105,7 @@ class DescribedCheckpoint(Document, frozen=True, rename={"save_class": "class"})
     codecs: Sequence[str]
     """Names of the codecs of compressed files."""
     metrics: Mapping[str, Any]
-    """Metrics given to the save."""
+    """Metrics given to the save, and those added later."""
     tags: Sequence[str]
     """Tags, also those given later."""
     pinned: bool
@@ -173,7 +173,7 @@ def describe_checkpoint(store: Store, entry: Entry) -> dict[str, Any]:
         "nbytes": nbytes_left(store, entry),
         "plain_nbytes": manifest.plain_nbytes,
         "codecs": codecs(manifest),
-        "metrics": manifest.metrics,
+        "metrics": entry.metrics,
         "tags": entry.tags,
         "pinned": entry.marks.pinned,
         "rejected": entry.marks.rejected,

@@ -238,21 +238,21 @@ def _row(one: Listed, manifest: Manifest, document: Ls) -> tuple[str, ...]:
         one.folder,
         format_nbytes(one.nbytes),
         format_time(one.created, nchars=16),
-        _metrics(manifest),
+        _format_metrics(one, manifest),
         ", ".join(marks),
     )
 
 
-def _metrics(manifest: Manifest) -> str:
+def _format_metrics(one: Listed, manifest: Manifest) -> str:
     """Format the metrics: those of rules first, then losses, timings last; the rest is counted."""
-    watched = [one.metric for one in manifest.best]
+    watched = [best.metric for best in manifest.best]
 
     def rank(name: str) -> tuple[bool, bool, bool, str]:
         return (name not in watched, "loss" not in name.lower(), is_timing(name), name)
 
-    names = sorted(manifest.metrics, key=rank)
+    names = sorted(one.metrics, key=rank)
     shown = names[:MAX_METRICS]
-    texts = [f"{one_line(name, MAX_NAME)} {number(manifest.metrics[name])}" for name in shown]
+    texts = [f"{one_line(name, MAX_NAME)} {number(one.metrics[name])}" for name in shown]
     num_more = len(names) - MAX_METRICS
     return ", ".join([*texts, *([f"{num_more} more"] if num_more > 0 else [])])
 

@@ -281,7 +281,7 @@ def _add_line(record: _Record, line: Mapping[str, Any]) -> None:
 def _of_manifests(entries: Sequence[Entry]) -> _Record:
     record = _Record()
     for entry in sorted(entries, key=lambda entry: (entry.step, entry.order)):
-        for name, value in entry.manifest.metrics.items():
+        for name, value in entry.metrics.items():
             record.metrics.setdefault(name, {})[entry.step] = value
     return record
 

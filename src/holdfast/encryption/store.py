@@ -558,19 +558,19 @@ class SealedStore(WrappedStore):
             return name, redact_mark(name, data)  # the manifest is damaged or lost
         if is_plain:
             if layout.parse_notes(name) is not None:
-                self._expect_no_new_tags(folder, Notes.decode(data, what=name))
+                self._expect_no_new_text(folder, Notes.decode(data, what=name))
             return name, redact_sidecar(name, data)
         if contents is None:
             return name, redact_mark(name, data)
         stored = self._stored_name(folder, name)
         return stored, encode_mark(contents, stored, data)
 
-    def _expect_no_new_tags(self, folder: str, notes: Notes) -> None:
-        new = {*notes.tags}.difference(Catalog(self.inner).marks(folder).tags)
-        if new:
+    def _expect_no_new_text(self, folder: str, notes: Notes) -> None:
+        known = Catalog(self.inner).marks(folder).notes
+        if not {*notes.tags} <= {*known.tags} or str(notes.metrics) != str(known.metrics):
             raise NotSealed(
-                f"{self.url}/{folder}: it was saved before the run was sealed, so new tags would "
-                "be in plain text. Pin it, or save a new checkpoint and tag that"
+                f"{self.url}/{folder}: it was saved before the run was sealed, so new tags and "
+                "metrics would be in plain text. Pin it, or save a new checkpoint and tag that"
             )
 
     def _sidecar(self, folder: str, name: str, *, afresh: bool) -> bytes:

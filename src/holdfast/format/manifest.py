@@ -26,6 +26,7 @@ Natural = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Positive = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 Seconds = Annotated[float, Meta(ge=0)]
 Hex128 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+Hex64 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 Mode = Literal["min", "max"]
 Digest = Annotated[str, Meta(pattern=r"\Ablake3:[0-9a-f]{64}\Z")]
 
@@ -237,7 +238,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     needs = {strictjson.CODEC: is_stored, strictjson.SHARDS: manifest.sharded}
     requires = [name for name, is_needed in needs.items() if is_needed]
     members = {"requires": requires, **msgspec.to_builtins(manifest)}
-    members["metrics"] = {name: _to_node(name, value) for name, value in manifest.metrics.items()}
+    members["metrics"] = encode_metrics(manifest.metrics)
     members["timestamp"] = {
         name: value
         for name, value in members["timestamp"].items()
@@ -279,9 +280,7 @@ def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:
         return strictjson.convert(members, Aborted, what=what)
     if members["kind"] == "deleted":
         return strictjson.convert(members, Deleted, what=what)
-    metrics = members.get("metrics")
-    if isinstance(metrics, dict):
-        members["metrics"] = {name: _from_node(value) for name, value in metrics.items()}
+    decode_metrics(members)
     manifest = strictjson.convert(members, Manifest, what=what)
     _check_manifest(manifest, what=what)
     return manifest
@@ -343,6 +342,18 @@ def _check_files(manifest: Manifest, expected: set[str], *, what: str) -> None:
         most = MAX_INDEX_NBYTES if plain == layout.INDEX else MAX_TREE_NBYTES
         if plain.endswith(".json") and entry.nbytes > most:
             raise FormatError(f"{what}: {name} would have {entry.nbytes:,} bytes")
+
+
+def encode_metrics(metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Encode metrics as members of a document, in which `$float` nodes are not finite."""
+    return {name: _to_node(name, value) for name, value in metrics.items()}
+
+
+def decode_metrics(members: dict[str, Any]) -> None:
+    """Convert the `$float` nodes in the metrics of a document to floats, in place."""
+    metrics = members.get("metrics")
+    if isinstance(metrics, dict):
+        members["metrics"] = {name: _from_node(value) for name, value in metrics.items()}
 
 
 def _to_node(name: str, value: float) -> Any:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from typing_extensions import override
 
 from holdfast.errors import FormatError
 from holdfast.format.layout import parse_attempt
-from holdfast.format.manifest import Hex128, Natural, Positive, Reference, check_reference
+from holdfast.format.manifest import (
+    Hex64,
+    Hex128,
+    Natural,
+    Positive,
+    Reference,
+    check_reference,
+    decode_metrics,
+    encode_metrics,
+)
 from holdfast.format.strictjson import Record
 
 MAX_ENDED_NBYTES = 16 * 1024 * 1024
@@ -97,12 +107,26 @@ class Lease(Record, frozen=True, kw_only=True):
     process: Process
 
 
-class Notes(Record, frozen=True, kw_only=True):
-    """All tags of a checkpoint, and whether it is pinned."""
+class Notes(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """All that was added to a checkpoint after its save: tags, pin, metrics, evaluations."""
 
     kind: ClassVar[str] = "notes"
     tags: tuple[str, ...]
     pinned: bool
+    metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
+    """Metrics measured later; they take precedence over those of the manifest."""
+    evaluating: Mapping[str, Hex64] = msgspec.field(default_factory=dict)
+    """Metric → the lease of the process that measures it."""
+
+    @override
+    def _members(self) -> dict[str, Any]:
+        members = super()._members()
+        return {**members, "metrics": encode_metrics(self.metrics)} if self.metrics else members
+
+    @override
+    @classmethod
+    def _prepare_members(cls, members: dict[str, Any]) -> None:
+        decode_metrics(members)
 
 
 class Retired(Record, frozen=True, kw_only=True):

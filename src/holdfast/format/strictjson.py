@@ -296,16 +296,24 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     def encode(self) -> bytes:
         """Encode the record; raises `UsageError` if it is too long."""
-        members = msgspec.to_builtins(self)
-        return encode_checked(self.kind, members, max_nbytes=self.max_nbytes)
+        return encode_checked(self.kind, self._members(), max_nbytes=self.max_nbytes)
 
     @classmethod
     def decode(cls, data: Buffer, *, what: str) -> Self:
         """Decode a record; raises `FormatError` if `data` is not valid."""
         members = decode_checked(data, what=what, kinds=(cls.kind,), max_nbytes=cls.max_nbytes)
+        cls._prepare_members(members)
         record = convert(members, cls, what=what)
         record._check(what)
         return record
+
+    def _members(self) -> dict[str, Any]:
+        members: dict[str, Any] = msgspec.to_builtins(self)
+        return members
+
+    @classmethod
+    def _prepare_members(cls, members: dict[str, Any]) -> None:
+        """Convert members that JSON cannot hold, in place."""
 
     def _check(self, what: str) -> None:
         """Raise `FormatError` if members contradict each other."""

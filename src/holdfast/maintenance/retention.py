@@ -97,7 +97,7 @@ def candidate(store: Store, entry: Entry) -> Candidate:
         created=manifest.created,
         save_class=manifest.save_class,
         nbytes=parts.nbytes,
-        metrics=manifest.metrics,
+        metrics=entry.metrics,
         tags=entry.tags,
         pinned=marks.pinned,
         rejected=bool(marks.rejected),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from holdfast.encryption.store import sealing
-from holdfast.errors import FormatError, NoCheckpoint
+from holdfast.errors import FormatError, NoCheckpoint, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import Manifest
 from holdfast.keys import Encryption
+from holdfast.ownership.annotations import annotate
 from holdfast.ownership.claim import dropped
 from holdfast.ownership.leases import KeptEntry, hold_lease, leased
 from holdfast.results import Checkpoint, build_checkpoint
@@ -75,6 +77,38 @@ def located(
         return
     with hold_lease(Catalog(store), which, emit=emit) as entry:
         yield store, entry
+
+
+def add_metrics(
+    checkpoint: str | os.PathLike[str] | Checkpoint,
+    metrics: Mapping[str, Any],
+    *,
+    replace: bool = False,
+    encrypt: Encryption | None = None,
+) -> None:
+    """Add metrics to a checkpoint after its save, such as those of an evaluation.
+
+        holdfast.add_metrics("runs/gpt@step=500", {"eval/mmlu": 0.61})
+
+    Any process may do so, also on another machine and while the run trains. Retention rules,
+    `best` and all commands count them as if they had been given to the save. `checkpoint` is
+    `root@which`, a checkpoint's folder, or a `Checkpoint`. The checkpoint itself is unchanged: the
+    metrics are in a file beside it. Several processes may add metrics at once. `encrypt` holds the
+    keys of an encrypted checkpoint.
+
+    Raises:
+        UsageError: `checkpoint` names a whole root; a value is no number; or the checkpoint has
+            another value of that name, and `replace` is not set.
+        NoCheckpoint: no checkpoint matches, or its deletion has begun.
+    """
+    if isinstance(checkpoint, Checkpoint):
+        checkpoint = f"{checkpoint.root}@{checkpoint.folder}"
+    store, which, folder = place_of(checkpoint)
+    if not folder and split_source(checkpoint)[1] is None:
+        raise UsageError(f"{os.fspath(checkpoint)!r}: name one checkpoint, as root@step=500")
+    store = sealing(store, encrypt)
+    entry = standalone(store, folder) if folder else Catalog(store).find_checkpoint(which)
+    annotate(store, entry, metrics=metrics, replace=replace)
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""Tags, pins and rejections of committed checkpoints; checks of tags, reasons and metrics.
+"""Tags, pins, late metrics and rejections of committed checkpoints; checks of these.
 
-`Marking` has the methods of the manager for pins and tags.
+`Marking` has the methods of the manager for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from holdfast.arguments import check_arguments, escaped
@@ -21,7 +21,8 @@ from holdfast.format import layout
 from holdfast.format.manifest import Manifest
 from holdfast.format.records import Notes, Rejected
 from holdfast.ownership.claim import dropped, is_being_deleted
-from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.catalog import Catalog, Entry, Marks
+from holdfast.root.commit import put_once
 from holdfast.store.base import Store
 
 _MAX_RACES = 100
@@ -34,33 +35,69 @@ def annotate(
     add_tags: Iterable[str] = (),
     remove_tags: Iterable[str] = (),
     pinned: bool | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    replace: bool = False,
 ) -> None:
-    """Add tags to a checkpoint, remove those of `remove_tags` that it has, pin or unpin it.
+    """Add tags to a checkpoint, remove those of `remove_tags` that it has, pin or unpin it, and
+    add metrics; with `replace` also in place of other values.
 
     The notes are put first; then a deletion under way is detected (docs/design.md, rule 4).
     """
-    catalog = Catalog(store)
-    removed = tuple(remove_tags)
-    for _ in range(_MAX_RACES):
-        marks = catalog.marks(entry.folder)
-        notes = Notes(
-            tags=tuple(
-                tag
-                for tag in dict.fromkeys((*marks.tags, *checked_tags(add_tags)))
-                if tag not in removed
-            ),
+    removed, new_tags, measured = (
+        tuple(remove_tags),
+        checked_tags(add_tags),
+        checked_metrics(metrics),
+    )
+    for marks in read_marks(store, entry):
+        if not replace:
+            _expect_no_other_value(store, entry, marks, measured)
+        notes, tags = marks.notes, dict.fromkeys((*marks.tags, *new_tags))
+        changed = Notes(
+            tags=tuple(tag for tag in tags if tag not in removed),
             pinned=marks.pinned if pinned is None else pinned,
+            metrics={**notes.metrics, **measured},
+            evaluating={n: by for n, by in notes.evaluating.items() if n not in measured},
         )
-        key = f"{entry.folder}/{layout.notes_name(marks.notes_number + 1)}"
-        try:
-            store.put(key, notes.encode(), if_absent=True)
-        except AlreadyExists:
-            continue
-        except NotFound as error:
-            raise NoCheckpoint(f"{store.url}/{entry.folder}: it is gone") from error
-        _expect_kept(store, entry)
-        return
+        if put_notes(store, entry, marks, changed):
+            return
+
+
+def read_marks(store: Store, entry: Entry) -> Iterator[Marks]:
+    """Yield the marks of a checkpoint, read again for each try to put notes."""
+    for _ in range(_MAX_RACES):
+        yield Catalog(store).marks(entry.folder)
     raise CommitConflict(f"{store.url}/{entry.folder}: {_MAX_RACES} others wrote notes at once")
+
+
+def put_notes(store: Store, entry: Entry, marks: Marks, notes: Notes) -> bool:
+    """Put notes that follow those in `marks`; return False if others were put first.
+
+    Raises:
+        NoCheckpoint: the deletion of the checkpoint has begun.
+    """
+    key = f"{entry.folder}/{layout.notes_name(marks.notes_number + 1)}"
+    try:
+        put_once(store, key, notes.encode())
+    except CommitConflict:
+        return False
+    except NotFound as error:
+        raise NoCheckpoint(f"{store.url}/{entry.folder}: it is gone") from error
+    _expect_kept(store, entry)
+    return True
+
+
+def _expect_no_other_value(
+    store: Store, entry: Entry, marks: Marks, measured: Mapping[str, float]
+) -> None:
+    known = {**entry.manifest.metrics, **marks.notes.metrics}
+    # As text, in which nan equals nan.
+    others = [name for name, value in measured.items() if str(known.get(name, value)) != str(value)]
+    if others:
+        raise UsageError(
+            f"{store.url}/{entry.folder} has other values of "
+            + ", ".join(f"{name} ({known[name]:g}, not {measured[name]:g})" for name in others)
+            + ". To replace them: `holdfast metric --replace`, or replace=True"
+        )
 
 
 def annotate_copies(catalog: Catalog, which: str | int, **notes: Any) -> None:
@@ -80,21 +117,32 @@ def annotate_copies(catalog: Catalog, which: str | int, **notes: Any) -> None:
 
 
 def copy_marks(source: Store, target: Store, name: layout.AttemptName) -> None:
-    """Copy the pin and the tags of a checkpoint to its copy in another root, if that exists.
+    """Copy the pin, tags and late metrics of a checkpoint to its copy, if that exists.
 
     Between tiers a pin is set in the local one first, and then in the remote one if that has a
     copy, so that either the pin or the upload sees the other. Pins of the copy alone stay.
     """
     marks = Catalog(source).marks(str(name))
-    copy = Catalog(target).entry(name) if marks.pinned or marks.tags else None
+    metrics = marks.notes.metrics
+    copy = Catalog(target).entry(name) if marks.pinned or marks.tags or metrics else None
     if copy is None:
         return
-    if copy.marks.pinned >= marks.pinned and {*copy.marks.tags} >= {*marks.tags}:
+    # The copy may have later values of its own.
+    new = {n: value for n, value in metrics.items() if n not in copy.marks.notes.metrics}
+    if copy.marks.pinned >= marks.pinned and {*copy.marks.tags} >= {*marks.tags} and not new:
         return
     try:
-        annotate(target, copy, add_tags=marks.tags, pinned=marks.pinned or None)
+        annotate(
+            target,
+            copy,
+            add_tags=marks.tags,
+            pinned=marks.pinned or None,
+            metrics=new,
+            replace=True,
+        )
     except NotSealed:
-        annotate(target, copy, pinned=True)  # a pin keeps what the tags would keep
+        if marks.pinned or marks.tags:
+            annotate(target, copy, pinned=True)  # a pin keeps what the tags would keep
 
 
 def expect_removable(entry: Entry, tags: Iterable[str]) -> None:
@@ -228,3 +276,17 @@ class Marking:
         if not tags:
             raise UsageError(f"untag({which!r}): name at least one tag")
         annotate_copies(self._catalog, which, remove_tags=tags)
+
+    @check_arguments(but=("metrics",))
+    def add_metrics(
+        self, which: str | int, metrics: Mapping[str, Any], *, replace: bool = False
+    ) -> None:
+        """Add metrics to a checkpoint after its save, for retention rules and `best`.
+
+        With `replace`, also those of which the checkpoint has another value.
+
+        Raises:
+            UsageError: a value is no number, or another value is known.
+            NoCheckpoint: `which` names no checkpoint, or its deletion has begun.
+        """
+        annotate_copies(self._catalog, which, metrics=metrics, replace=replace)

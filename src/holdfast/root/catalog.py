@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import TypeVar
 
+import msgspec
+
 from holdfast.errors import (
     CorruptData,
     FormatError,
@@ -52,20 +54,31 @@ _MAX_LOST = 1000
 _READERS = 16
 """Threads that read manifests from a store whose reads wait for a network, if it has as many."""
 _STEP = re.compile(r"step=(\d{1,18})", re.ASCII)
+_NO_NOTES = Notes(tags=(), pinned=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Marks that sidecar files add to a checkpoint: deletion, rejection, pin and tags."""
+    """Marks that sidecar files add to a checkpoint: deletion, rejection, and notes."""
 
     retired_by: tuple[int, ...] = ()
     """The writer epochs that began to delete it."""
     thinned_by: tuple[tuple[str, int], ...] = ()
     """(component, writer epoch that began to drop it)."""
     rejected: tuple[str, ...] = ()
-    pinned: bool = False
-    tags: tuple[str, ...] = ()
+    notes: Notes = _NO_NOTES
     notes_number: int = 0
+    """Number of the newest notes, also of unreadable ones; 0 if there are none."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the checkpoint is pinned."""
+        return self.notes.pinned
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags given later."""
+        return self.notes.tags
 
     @property
     def retired(self) -> bool:
@@ -102,6 +115,11 @@ class Entry:
     def tags(self) -> tuple[str, ...]:
         """Tags given at the save and later, without repeats."""
         return tuple(dict.fromkeys(self.manifest.tags + self.marks.tags))
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics given at the save, and those measured later, which take precedence."""
+        return {**self.manifest.metrics, **self.marks.notes.metrics}
 
     @property
     def reference(self) -> Reference:
@@ -256,8 +274,7 @@ class Catalog:
             retired_by=self._own(folder, names, layout.parse_retired),
             thinned_by=self._own(folder, names, layout.parse_thinned),
             rejected=self._reasons(folder) if layout.REJECTED in names else (),
-            pinned=notes.pinned,
-            tags=notes.tags,
+            notes=notes,
             notes_number=number,
         )
 
@@ -725,8 +742,10 @@ class Catalog:
             for entry in (self.lineage_entries(opens_all=False) if entries is None else entries)
             if not (entry.marks.rejected or entry.marks.retired)
         ]
-        manifests = [entry.manifest for entry in found]
-        return found[best_of(manifests, wanted, where=self.store.url)]
+        measured = [
+            msgspec.structs.replace(entry.manifest, metrics=dict(entry.metrics)) for entry in found
+        ]
+        return found[best_of(measured, wanted, where=self.store.url)]
 
     def _expect_readable_after(self, entry: Entry | None) -> None:
         for name in self.lineage():
@@ -775,7 +794,7 @@ class Catalog:
         )
 
     def _newest_notes(self, folder: str, names: tuple[str, ...]) -> tuple[Notes, int]:
-        """Return a checkpoint's newest notes (tags and pin), and the highest number of such a file.
+        """Return a checkpoint's newest notes, and the highest number of such a file.
 
         If the newest cannot be read, they are those before it and a pin: a checkpoint that the
         newest pinned or tagged must not be deleted.
@@ -788,9 +807,10 @@ class Catalog:
                 key = f"{folder}/{layout.notes_name(number)}"
                 notes = read_if_there(self.find_store(folder), key, Notes.decode)
             if notes is not None:
-                is_newest = number == numbers[0]
-                return notes if is_newest else Notes(tags=notes.tags, pinned=True), numbers[0]
-        return Notes(tags=(), pinned=bool(numbers)), max(numbers, default=0)
+                if number != numbers[0]:
+                    notes = msgspec.structs.replace(notes, pinned=True)
+                return notes, numbers[0]
+        return Notes(tags=(), pinned=True) if numbers else _NO_NOTES, max(numbers, default=0)
 
     def _reasons(self, folder: str) -> tuple[str, ...]:
         try:
@@ -874,7 +894,8 @@ def standalone(store: Store, folder: str) -> Entry:
 
 def with_tags(entry: Entry, tags: tuple[str, ...]) -> Entry:
     """Return a copy of the entry with `tags` added to its marks."""
-    return replace(entry, marks=replace(entry.marks, tags=entry.marks.tags + tags))
+    notes = msgspec.structs.replace(entry.marks.notes, tags=entry.marks.tags + tags)
+    return replace(entry, marks=replace(entry.marks, notes=notes))
 
 
 def _check_place(manifest: Manifest, folder: str) -> None:

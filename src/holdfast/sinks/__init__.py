@@ -7,7 +7,7 @@ Each works in a thread of its own: what hangs, is offline or raises there harms 
 
 from __future__ import annotations
 
-from holdfast.control.reporter import Reporter
+from holdfast.control.reporter import OnCommit, Reporter
 from holdfast.sinks.metrics import OpenTelemetry, Prometheus
 from holdfast.sinks.trackers import (
     MLflowReferences,
@@ -18,6 +18,7 @@ from holdfast.sinks.trackers import (
 
 __all__ = [
     "MLflowReferences",
+    "OnCommit",
     "OpenTelemetry",
     "Prometheus",
     "Reporter",
