@@ -50,10 +50,7 @@ class SaveStepAgreement:
     def __init__(
         self, ranks: Coordinator, *, timeout_s: float, warn: Callable[[str], object]
     ) -> None:
-        """Make the agreement; it starts a thread at the first `look`, if there are several ranks.
-
-        A rank waits no longer than `timeout_s` for the others; `warn` gets the texts of warnings.
-        """
+        """Make the agreement; a thread starts at the first call, if there are several ranks."""
         self._warn = warn
         self._ranks = ranks
         self._timeout_s = timeout_s
@@ -75,10 +72,7 @@ class SaveStepAgreement:
         return self._asked is not None
 
     def propose_wish(self, wish: bytes, *, timeout_s: float = inf) -> None:
-        """Have all ranks get a wish at one of the next calls; in the leader, one at a time.
-
-        The ranks have `timeout_s` to answer, and no longer than for anything else.
-        """
+        """Have all ranks get a wish at one of the next calls; in the leader, one wish at a time."""
         self._ranks.expect_leader()
         with self._changed:
             assert self._asked is None, "one wish is on its way at a time"

@@ -94,10 +94,7 @@ class ExternalEvents:
     def collect_events(
         self, event: Event | Sequence[Event], *, is_owner: bool
     ) -> tuple[list[Event], SaveRequests]:
-        """Collect events for triggers, including `event`, and new requests.
-
-        Only the owner reads requests: no other process can save the run.
-        """
+        """Collect events for triggers, and new requests, which only the run's owner reads."""
         events = _check_events(event)
         requests = self._requests.poll() if is_owner else ()
         is_asked = bool(requests)
@@ -224,10 +221,7 @@ class DistributedEvents(ExternalEvents):
     def propose_save(
         self, due: Due | None, pending: PendingSave | None = None, *, is_owner: bool
     ) -> None:
-        """Pass on, in the leader, what is due by its clock or functions, signals and requests.
-
-        So is the last save, `pending`, if it has failed since the last call.
-        """
+        """Pass on, in the leader, saves that are due, signals, requests, and failed saves."""
         failed = self._failed_since(pending)
         if failed is not None:
             both = together([failed.due, *([] if self._failed is None else [self._failed.due])])
@@ -290,10 +284,7 @@ def outside_of(
     timeout_s: float,
     warn: Callable[[str], object],
 ) -> ExternalEvents:
-    """Make the poller of one rank of a manager; no wait for other ranks takes over `timeout_s`.
-
-    `warn` gets the texts of warnings about ranks that are late.
-    """
+    """Make the poller of one rank of a manager, which waits up to `timeout_s` for others."""
     if ranks.world_size == 1:
         return ExternalEvents(requests, stop, promote)
     return DistributedEvents(requests, stop, promote, ranks, timeout_s=timeout_s, warn=warn)

@@ -248,14 +248,7 @@ class CommandFailed(HoldfastError):
 
 
 def run_command(arguments: Sequence[str], timeout_s: float) -> None:
-    """Run a command in a session of its own; at the time limit, kill all that it started.
-
-    It writes to the standard output and error of this process.
-
-    Raises:
-        CommandFailed: its status is not 0, or it was killed.
-        OSError: it cannot be started.
-    """
+    """Run a command in a session of its own; at the time limit, kill all that it started."""
     process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         ending = _describe_exit(process.wait(timeout_s))

@@ -70,12 +70,7 @@ class Requests:
     """Poller of requests for saves, in the process that owns the run; it also answers them.
 
     If the store has folders, a poll is one listing of a folder, in the caller's thread. Otherwise a
-    background thread polls. Answers are written in the background, too.
-
-    Args:
-        store: the root.
-        poll_s: seconds between two polls (default: 1, and 5 for stores without folders).
-        emit: receives events about failures.
+    background thread polls, every 5 seconds by default. Answers are written in the background.
     """
 
     def __init__(
@@ -95,10 +90,7 @@ class Requests:
         weakref.finalize(self, self._background.ask_to_stop)
 
     def poll(self) -> tuple[Request, ...]:
-        """Return the new requests since the last call, often none. Cheap, and never raises.
-
-        One save may answer all of them.
-        """
+        """Return the new requests since the last call. Cheap, and never raises."""
         if self._background.is_stopping:
             return ()
         if not self._is_local:
@@ -116,11 +108,7 @@ class Requests:
     def answer(
         self, request: Request, *, folder: str | None = None, error: str | None = None
     ) -> None:
-        """Write the answer to a request and remove the request, in the background.
-
-        `folder` is that of the checkpoint, `error` why there is none. May be called from any
-        thread. A failure is emitted as an event.
-        """
+        """Answer a request with a checkpoint or an error, and remove it, in the background."""
         assert (folder is None) is not (error is None), "a request has one outcome"
         answer = (
             None if request.asker is None else _make_answer_record(request.asker, folder, error)
@@ -257,10 +245,7 @@ def new_id() -> str:
 def put_save_request(
     store: Store, request_id: str | None = None, *, reason: str = "", tags: Iterable[str] = ()
 ) -> str:
-    """Put a request for a save into the root; return its name inside `requests/`.
-
-    A caller that may be interrupted gives the id, to know which request to withdraw.
-    """
+    """Put a request for a save into the root; return its name inside `requests/`."""
     request_id = request_id if request_id is not None else new_id()
     record = RequestRecord(
         id=request_id,
@@ -279,11 +264,7 @@ def put_save_request(
 
 
 def answer_to(store: Store, name: str) -> AnswerRecord | None:
-    """Read the answer to a request; None while there is none.
-
-    Raises:
-        FormatError: it is damaged.
-    """
+    """Read the answer to a request, or raise `FormatError`; None while there is none."""
     key = layout.answer_key(name)
     assert key is not None, "`put_save_request` gives names that leave room for an answer"
     return read_if_there(store, key, AnswerRecord.decode)

@@ -46,10 +46,7 @@ _Way = Literal["post", "announcement"]
 
 
 def encrypted(ranks: Coordinator, encryption: Encryption | None) -> Coordinator:
-    """Return a coordinator that encrypts the messages of several ranks, if `encryption` is given.
-
-    All ranks call it at the same point of the program, with the same suite.
-    """
+    """Return a coordinator that encrypts messages of ranks, if asked for, on all at one point."""
     if ranks.world_size == 1:
         return ranks
     number = ranks.number()  # also without encryption, so that all ranks count alike

@@ -98,12 +98,7 @@ def bare(store: Store) -> Store:
 
 
 def vouched(store: Store, folder: str) -> bytes:
-    """Read a folder's manifest document as stored; an encrypted one is authenticated first.
-
-    Raises:
-        NotFound: the folder has none.
-        SealError, FormatError: it cannot be decrypted.
-    """
+    """Read a folder's manifest as stored; an encrypted one is authenticated first, or raises."""
     if (sealing_store := sealed(store)) is not None:
         return sealing_store.read_authenticated(folder)
     return read_document(store, f"{folder}/{layout.MANIFEST}", max_nbytes=MAX_MANIFEST_NBYTES)
@@ -138,10 +133,7 @@ class SealedStore(WrappedStore):
     def __init__(
         self, inner: Store, encryption: Encryption, *, twin: SealedStore | None = None
     ) -> None:
-        """Wrap `inner`; reuse the manifests that `twin`, with the same checkpoints, has decrypted.
-
-        A process that has only public keys could not decrypt them again.
-        """
+        """Wrap `inner`; reuse what `twin` decrypted, perhaps with keys that are public now."""
         super().__init__(inner)
         self._twin = twin
         self._encryption = encryption
@@ -167,10 +159,7 @@ class SealedStore(WrappedStore):
         return twin
 
     def useless_keys(self) -> Iterator[str]:
-        """Yield one message for each encryption key that cannot decrypt what it encrypted.
-
-        Checkpoints encrypted with such keys may be lost to everybody. Public keys are skipped.
-        """
+        """Yield a message for each key that does not decrypt what it encrypted."""
         for key in self._encryption.sealing:
             try:
                 try_key(key, self._suite)
@@ -198,12 +187,7 @@ class SealedStore(WrappedStore):
 
     @override
     def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        """Return decrypted bytes of an object.
-
-        Raises:
-            SealError: the checkpoint is not for our keys, or not encrypted.
-            Tampered: it was changed after it was encrypted.
-        """
+        """Return decrypted bytes of an object; raises `SealError` or `Tampered`."""
         document = self._decrypt_document(key)
         if document is not None:
             return _byte_range(document, start, nbytes, what=f"{self.url}/{key}")
@@ -346,10 +330,7 @@ class SealedStore(WrappedStore):
     # Several ranks
 
     def join_attempt(self, folder: str, rank: int, world_size: int) -> None:
-        """Begin to write into an attempt together with other ranks, of which each calls this.
-
-        Rank r has the numbers r, r + world_size and so on for its files.
-        """
+        """Begin to write into an attempt with other ranks; rank r numbers r, r + world_size, …"""
         attempt = self._new_attempt() if rank == LEADER else _Attempt()
         attempt.numbers = count(rank, world_size)
         with self._lock:
@@ -406,13 +387,7 @@ class SealedStore(WrappedStore):
             self._attempts.pop(folder, None)
 
     def _read_manifest(self, folder: str, *, afresh: bool = False) -> tuple[bytes, Contents | None]:
-        """Read a folder's manifest document, decrypted; also its contents if it was encrypted.
-
-        Raises:
-            NotFound: the folder has none.
-            NotSealed: the checkpoint is not encrypted, and such ones are not accepted.
-            WrongKey, KeyUnavailable, Tampered, FormatError: it cannot be decrypted.
-        """
+        """Read a folder's manifest, decrypted, and its contents if it was; else a `SealError`."""
         key = f"{folder}/{layout.MANIFEST}"
         data = read_document(self.inner, key, max_nbytes=MAX_MANIFEST_NBYTES, afresh=afresh)
         known = self._cached_contents(folder, data)
@@ -459,10 +434,7 @@ class SealedStore(WrappedStore):
         return plain if contents is None else contents.document
 
     def lost_keys(self, folder: str) -> tuple[str, ...]:
-        """Return the key file's name if a checkpoint has no readable key file any more, else ().
-
-        Without such a box of wrapped keys no other process can decrypt the checkpoint.
-        """
+        """Return the key file's name if no box of a checkpoint is readable any more, else ()."""
         contents = self._contents(folder)
         if contents is None:
             return ()

@@ -21,13 +21,7 @@ from holdfast.store.base import Store
 
 
 class CheckpointApplier:
-    """Loads checkpoints into the live state of one manager.
-
-    Args:
-        store: the root, where checkpoints that cannot be used are marked.
-        owner: claims the run for the checkpoint that is applied.
-        emit: receives events about checkpoints that were skipped.
-    """
+    """Loads checkpoints into the live state of one manager, whose `owner` claims the run."""
 
     def __init__(self, store: Store, owner: Ownership, emit: Emitter) -> None:
         self._store = store

@@ -112,10 +112,7 @@ class FreshTensors(_Columns[Tensor]):
     """Stored tensors that were read from their files into newly allocated memory."""
 
     def __init__(self, parts: Mapping[str, Wanted], arenas: Sequence[Arena]) -> None:
-        """Wrap the wanted tensors of each file in `parts`; `arenas` holds the files' memory.
-
-        Raises `FormatError` where a tensor does not begin at a multiple of its item size.
-        """
+        """Wrap the wanted tensors of files in `arenas`; `FormatError` if one is not aligned."""
         super().__init__(parts)
         self._arenas = arenas
 
@@ -154,10 +151,7 @@ class UnreadTensors(_Columns[UnreadTensor]):
     """Stored tensors that are read from `source` when they are copied."""
 
     def __init__(self, source: PackedSource, parts: Mapping[str, Wanted]) -> None:
-        """List the wanted tensors of each file in `parts`, without reading them.
-
-        Raises `FormatError` where a tensor does not begin at a multiple of its item size.
-        """
+        """List the wanted tensors of each file, unread; `FormatError` if one is not aligned."""
         super().__init__(parts)
         self._source = source
 
@@ -319,10 +313,7 @@ class _Pieces:
 def _locate_boxes(
     spec: TensorSpec, local: LocalShards | None
 ) -> tuple[Column, Column, tuple[int, ...]]:
-    """Return the held boxes as (start, stop), where each begins in the held tensor, and its shape.
-
-    A scalar is taken for a vector of one element.
-    """
+    """Return the held boxes as (start, stop), where each begins, and its shape."""
     if local is None:
         boxes, places, shape = [((0,) * len(spec.shape), spec.shape)], None, spec.shape
     else:

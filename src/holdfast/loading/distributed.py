@@ -114,10 +114,7 @@ def applying(
     timeout_s: float,
     broadcasts: bool = False,
 ) -> CheckpointApplier:
-    """Return what applies checkpoints in this rank; no message may take longer than `timeout_s`.
-
-    With `broadcasts` ranks read for each other what several of them need.
-    """
+    """Return what applies checkpoints in this rank; with `broadcasts`, each is read once."""
     if ranks.world_size == 1:
         return CheckpointApplier(store, owner, emit)
     kind = LeaderLoad if ranks.is_leader else FollowingApplying

@@ -40,10 +40,7 @@ def open_checkpoint(
     rank: int = 0,
     world_size: int | None = None,
 ) -> Opened:
-    """Read and check a checkpoint's index, and the trees of `components` (None: of all).
-
-    Of components of which each rank has its own state it gives the part of `rank`.
-    """
+    """Read and check a checkpoint's index, and the trees of `components` (None: all) for `rank`."""
     index = read_index(store, folder, manifest, verify=verify)
     wanted = manifest.components if components is None else components
     stored = {

@@ -58,11 +58,7 @@ class MissingComponentPolicy:
         manifest: Manifest,
         is_asked: Callable[[str], bool],
     ) -> SkippedComponents:
-        """Find the allowed components that only the state or only a checkpoint has.
-
-        Components that were dropped from the checkpoint, or that it omitted, are never new.
-        `is_asked`: whether a component is to be loaded.
-        """
+        """Find the allowed components that only the state or only a checkpoint has."""
         stored = manifest.components
         live, known = {*state, RNG}, {*stored, *manifest.left_out}
         new = [name for name in (*state, RNG) if name not in known and self._may(name, self.new)]
@@ -75,11 +71,7 @@ class MissingComponentPolicy:
     def check_newest_manifest(
         self, manifest: Manifest, gone: Collection[str], *, where: str
     ) -> None:
-        """Check `new` and `without` against the newest checkpoint, which is known to be sound.
-
-        Raises:
-            UsageError: one of `new` is in the checkpoint, or one of `without` is not.
-        """
+        """Check `new` and `without` against the newest checkpoint, or raise `UsageError`."""
         stored = manifest.components
         for name in self.new:
             if name in stored and name not in gone:

@@ -240,10 +240,7 @@ class ReadPipeline:
     def _copy_from_page_cache(
         self, block: BlockId, read: BlockRead, memory: memoryview, given_up: threading.Event
     ) -> bool:
-        """Copy a block to its destinations from the page cache; False if that is not possible.
-
-        `memory`, which has the length of the block, takes the unwanted bytes.
-        """
+        """Copy a block, unwanted bytes into `memory`, from the page cache, if possible."""
         targets = _targets(read.segments, memory)
         if targets is None:
             return False
@@ -256,10 +253,7 @@ class ReadPipeline:
             return given_up.is_set() or fill(targets, self._verify)
 
     def _begin_checked(self, block: BlockId, memory: memoryview) -> Use:
-        """Read a block; return a function that fills `memory` with its plain, checked bytes.
-
-        Both raise as `run` does.
-        """
+        """Read a block; return a function that fills `memory` with its plain, checked bytes."""
         file, number = block
         start = number * self._block_nbytes
         stop = start + len(memory)
@@ -393,10 +387,7 @@ class _Exchange:
 
 
 def _targets(segments: Sequence[Segment], memory: memoryview) -> list[memoryview] | None:
-    """Return the destinations of all bytes of a block, in order; `memory` for unwanted bytes.
-
-    None if bytes have two destinations, or one on a device, or so many that this is slower.
-    """
+    """Return the destinations of a block's bytes, in order; None if impossible, or slower."""
     if len(segments) * _SEGMENT_NBYTES_MIN > len(memory) + _SEGMENT_NBYTES_MIN:
         return None
     targets: list[memoryview] = []

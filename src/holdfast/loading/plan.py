@@ -50,10 +50,7 @@ class Wanted:
 
 
 def wanted_by_file(index: Index, needed: Mapping[str, Iterable[str]]) -> dict[str, Wanted]:
-    """Return the needed tensors of each tensor file, each stored as one shard.
-
-    `needed`: component → keys.
-    """
+    """Return the `needed` tensors (component → keys) of each file, each stored as one shard."""
     by_file: dict[str, Wanted] = {}
     for component, of_component in needed.items():
         keys = [*of_component]
@@ -175,10 +172,7 @@ class Packed:
 
 
 def batches(places: Places, packed_nbytes: Column) -> list[Column]:
-    """Sort indices of tensors by file and offset, and split them into batches of reads.
-
-    `packed_nbytes`: packed bytes of each; a batch has at most `PACKED_NBYTES`, or one such tensor.
-    """
+    """Sort tensors by file and offset, and split them into reads of `PACKED_NBYTES` at most."""
     # In the order of the files, in which a disk is read fastest and a block is read once.
     order = np.lexsort((places.start, places.file))
     if not len(order):
@@ -237,11 +231,7 @@ def runs_of(blocks: Iterable[BlockId]) -> Runs:
 def turns_of(rank: int, needs: Sequence[Runs], of_rank: Sequence[int]) -> list[BlockTurn]:
     """Return the turns in which `rank` takes part, in an order that all ranks have in common.
 
-    Args:
-        rank: this rank.
-        needs: the different needs of ranks.
-        of_rank: the number among them of each rank's needs; negative if it needs nothing.
-
+    `of_rank` has the number among `needs` of each rank's needs, negative if it needs nothing.
     Blocks go round among the ranks that need the same, so that each of these reads as many.
     """
     members: list[list[int]] = [[] for _ in needs]

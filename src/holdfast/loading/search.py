@@ -82,10 +82,7 @@ class LoadOptions(StateLoadOptions):
 
     @property
     def is_full(self) -> bool:
-        """Whether the whole state is loaded, so that training continues as from the checkpoint.
-
-        An edit does not matter for that: under `strict` every leaf gets a value all the same.
-        """
+        """Whether the whole state is loaded, so that training continues as from the checkpoint."""
         is_all = self.components is None and not self.include and not self.skip
         return is_all and self.rename is None and self.strict
 
@@ -122,10 +119,7 @@ class Avoided(PassedOver):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadCandidate:
-    """A checkpoint that fits the live state, ready to be applied.
-
-    It was read whole, unless its options say that it is read in place.
-    """
+    """Checkpoint that fits the live state, ready to be applied; read whole, or later in place."""
 
     entry: Entry
     options: LoadOptions
@@ -182,13 +176,7 @@ class CheckpointSearch:
         return tuple((folder, str(error)) for folder, error in self.passed_over.items())
 
     def read_candidate(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
-        """Read one checkpoint, and check it and whether it fits the live state.
-
-        Raises:
-            Dropped: requested components are missing, and `options` are strict.
-            FormatError, StoreError: it is damaged or cannot be read.
-            MismatchError: it does not fit the live state.
-        """
+        """Read one checkpoint; raises if it is damaged or does not fit the live state."""
         store = self.catalog.find_store(entry.folder)
         # By the marks, before anything is read: a missing file alone would look like damage.
         gone = dropped(store, entry.folder, entry.manifest, entry.marks)
@@ -301,10 +289,7 @@ class CheckpointSearch:
         needed: Mapping[str, Iterable[str]],
         shards: Held,
     ) -> StoredTensors:
-        """Return the tensors to apply, either read now or to be read while they are applied.
-
-        `shards`: what the live tensors hold, where that is not all; see `TensorReader.read`.
-        """
+        """Return the tensors to apply, read now or while they are applied; `shards`: held boxes."""
         kinds = {name: opened.components[name].kind for name in needed}
         streamed = {name: keys for name, keys in needed.items() if kinds[name] in _STREAMED}
         if not options.in_place and not self._is_too_large(opened, streamed):
@@ -434,10 +419,7 @@ class CheckpointSearch:
         *,
         seen: list[tuple[AttemptName, str]] | None = None,
     ) -> LoadCandidate | None:
-        """Return the first usable one of `names`; record those before it in `passed_over`.
-
-        `seen` gets the state of each register before the checkpoint is read.
-        """
+        """Return the first usable one of `names`; record those before it in `passed_over`."""
         for name in names:
             if seen is not None:
                 seen.append((name, _register_state(catalog, name)))
@@ -597,10 +579,7 @@ class Search:
         return self._reader.rejected
 
     def choose_alike(self, folder: str, *, is_remote: bool) -> None:
-        """Read the checkpoint that the leader has chosen, and set `candidate` to it.
-
-        With `is_remote` from the remote tier, as the leader does.
-        """
+        """Set `candidate` to the checkpoint that the leader has chosen, from the same tier."""
         self.candidate = None
         catalog, name = self._reader.catalog, parse_attempt(folder)
         catalog.look_again()

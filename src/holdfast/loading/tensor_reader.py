@@ -70,13 +70,8 @@ class TensorReader:
     ) -> dict[str, Mapping[str, Tensor]]:
         """Read the needed tensors, by component and key, into fresh memory.
 
-        Reads only the blocks that hold what is needed. Takes memory for that and, for a short
-        time, for 64 MiB or one stored box of tensors whose boxes are put together.
-
-        Args:
-            needed: component → keys.
-            shards: component → key → the boxes of a tensor that are needed, which it returns as a
-                tensor of `local_shape`. All other tensors are returned whole.
+        Of tensors in `shards` it reads and returns only those boxes. Takes further memory, for a
+        short time, for 64 MiB or one stored box of tensors whose boxes are put together.
         """
         whole, boxed = self._split_needed(needed, shards)
         assembly = Assembly(self._opened.index, boxed)

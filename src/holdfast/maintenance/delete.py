@@ -84,10 +84,7 @@ def _standings(store: Store) -> Iterator[Choice]:
 def preview(
     store: Store, rule: Rule, *, known: Mapping[str, Manifest] | None = None
 ) -> tuple[PlannedDecision, ...]:
-    """Plan which checkpoints `prune_checkpoints` would delete now. Claims and writes nothing.
-
-    `known`: manifests that were read before, by folder.
-    """
+    """Plan which checkpoints `prune_checkpoints` would delete now. Writes nothing."""
     catalog = Catalog(store)
     point = standing(store).point
     attempts = (name.epoch for name in catalog.attempts())
@@ -114,9 +111,8 @@ def prune_checkpoints(
 ) -> Pruned:
     """Apply a retention rule once; claims the run while it deletes, if there is work.
 
-    Checkpoints that are being read or wait for their upload stay. Readers on other hosts are
-    detected by watching their leases for up to `SILENT_S` seconds (`watch(seconds)` waits; a test
-    may pass its own).
+    Checkpoints that are being read or wait for their upload stay. `watch(seconds)` waits to see
+    whether readers on other hosts renew their leases.
     """
     planned = preview(store, rule)
     work = {item.entry.folder for item in planned if item.decision.drop or not item.decision.keep}
@@ -289,11 +285,7 @@ def _expect_whole(store: Store, base: Entry) -> None:
 
 
 def _choose_after_delete(store: Store, asked: DeletionPlan, reason: str) -> Iterator[Choice]:
-    """Yield, for each try to claim, the checkpoint to resume from afterwards.
-
-    Marked as a rollback if that is another one than before, so that what an earlier rollback left
-    behind stays so. The reason is recorded in the claim, which stays when all else is gone.
-    """
+    """Yield, for each try to claim, the checkpoint to resume from afterwards; maybe a rollback."""
     what = f"dropped {', '.join(asked.components)} of" if asked.components else "deleted"
     told = reason if bare(store) is store else REDACTED
     purpose = f"{what} {asked.entry.folder}: {told}"
@@ -441,11 +433,7 @@ def delete_damaged(store: Store, folder: str, *, emit: Emitter, watch: Wait | No
 
 
 def _choose_without(store: Store, folder: str) -> Iterator[Choice]:
-    """Yield, for each try to claim, the checkpoint to resume from once `folder` is deleted.
-
-    Marked as a rollback if the run's latest was `folder`, so that checkpoints which a rollback to
-    `folder` abandoned stay abandoned.
-    """
+    """Yield, for each try to claim, the checkpoint to resume from once `folder` is deleted."""
     while True:
         choice = standing(store)
         stands_on_it = choice.point is not None and _newest_of_lineage(store) == folder

@@ -60,11 +60,7 @@ class RetentionForecast:
 def forecast_retention(
     store: Store, entries: Sequence[Entry], *, keep: Rule | None = None, number: int = 10
 ) -> RetentionForecast:
-    """Decide what retention deletes at the next `number` saves.
-
-    `entries` are the checkpoints of the root, newest first. Without `keep`, the rule is the one
-    that the newest checkpoint of the run records.
-    """
+    """Decide what retention deletes at the next `number` saves, by default by the recorded rule."""
     catalog = Catalog(store)
     after, is_running = _newest_order(store, catalog)
     point = standing(store).point

@@ -286,8 +286,7 @@ def _visit(
 def _marks_of_dead(
     store: Store, folder: str, register: Register | None, dead_epochs: frozenset[int]
 ) -> list[str]:
-    """List the marks of deletions that dead writers began, where no file is deleted yet.
-    Marks of a component stay where the manifest, which lists its files, cannot be decrypted."""
+    """List marks of deletions by dead writers in which no file is deleted, if that is known."""
     names = store.children(folder) if dead_epochs else ()
     dead = [name for name in names if layout.parse_retired(name) in dead_epochs]
     for name in names:
@@ -300,8 +299,7 @@ def _marks_of_dead(
 
 
 def _drop_stale_record(store: Store, folder: str, ended: EndedAttempts, report: GcReport) -> None:
-    """Remove the record of ended attempts if it lists a committed or a just removed folder.
-    An uploader may create a removed folder again."""
+    """Remove the record of ended attempts if it lists a committed or a just removed folder."""
     if _is_committed(store, folder):
         report.kept.append((folder, "committed, though it had ended: it was put back"))
     elif not any(folder == removed for removed, _ in report.removed[-1:]):
@@ -327,8 +325,7 @@ def _is_heartbeat(store: Store, key: str) -> bool:
 def _sweep_answers(
     store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
 ) -> None:
-    """Remove answers to save requests whose requesting process is dead.
-    Also where no live process owns the root and that process's state is unknown."""
+    """Remove answers to save requests whose process is dead, or unknown in a root without owner."""
     for name in filter(layout.is_answer, store.children(layout.REQUESTS)):
         key = layout.request_key(name)
         try:
@@ -361,8 +358,7 @@ def _is_owned(store: Store, judge: _Judge, own_epoch: int | None) -> bool:
 
 
 def _sweep_leases(store: Store, report: GcReport, *, dry_run: bool) -> None:
-    """Remove leases of dead processes, and leases on deleted checkpoints.
-    Leases that were not renewed in time stay: retention decides about them."""
+    """Remove leases of dead processes, and leases on deleted checkpoints; others may be read."""
     for lease in find_leases(store):
         why = "a lease of a process that is gone" if lease.state == "dead" else ""
         if not why and lease.lease is not None and not _is_committed(store, lease.folder):

@@ -87,8 +87,7 @@ class Housekeeper:
                 self._deleter.delete_local_copy(owner.claim, entry, unclear=owner.unclear)
 
     def remove_unfinished(self, *, spared: Collection[str] = ()) -> None:
-        """Remove unfinished saves of earlier writers by gc, except in the `spared` folders.
-        Waits for a deletion in progress, whose temporary file gc would remove. Thread-safe."""
+        """Remove unfinished saves of earlier writers, outside of `spared`. Thread-safe."""
         claim = self._owner.claim
         with self._lock, self._trying("gc"):
             report = collect_garbage(
@@ -126,10 +125,7 @@ class Housekeeper:
 
 
 class UploadQueries:
-    """The manager's interface to uploads; this default, for one root, is a no-op.
-
-    `replication.mirror.Mirror` uploads to a second root.
-    """
+    """Manager's interface to uploads, as of `Mirror`; this default, for one root, is a no-op."""
 
     def queue_new_uploads(self) -> None:
         """Queue the upload of a new local checkpoint; call before local retention runs."""
@@ -140,39 +136,24 @@ class UploadQueries:
     def expect_room(
         self, now: Timestamp, waits: Callable[[], None], gives_up: Callable[[], bool]
     ) -> None:
-        """Block while the remote tier lags the run, which is at `now`, by more than `max_lag`.
-
-        Calls `waits` first, if it has to wait; waits no longer once `gives_up` is True.
-
-        Raises:
-            DeadlineExceeded: the remote tier does not catch up.
-        """
+        """Block while the remote tier lags by more than `max_lag`; first calls `waits`."""
 
     def raise_failure(self) -> None:
-        """Raise the error of a failed upload, once, if `on_upload_failure` is `raise`.
-        Raises an `OwnershipError` at every call once another process has claimed the run."""
+        """Raise the error of a failed upload once, if asked for; an `OwnershipError` always."""
 
     def unsent(self) -> str:
         """Return a text on the checkpoints that are not uploaded yet; empty if there are none."""
         return ""
 
     def wait_for_uploads(self, timeout_s: float) -> None:
-        """Block until the queue of uploads is empty, or has only uploads that cannot succeed.
-
-        Raises:
-            DeadlineExceeded: lists the uploads that still wait.
-        """
+        """Block until the queue is empty or cannot succeed; else `DeadlineExceeded` lists it."""
 
     def finish_uploads(self, timeout_s: float) -> None:
         """Upload queued checkpoints until a deadline, then stop the upload thread."""
 
 
 class IntervalMeasurements:
-    """Passes measured save costs to the automatic interval (`Auto`); no-op without one.
-
-    Costs are those recorded in the root, and new ones of this process. Owns when and in which
-    thread they are passed; `holdfast.policy.auto` computes the interval.
-    """
+    """Passes costs of saves, recorded or of this process, to the automatic interval, if any."""
 
     def __init__(self, store: Store, owner: Ownership, emit: Emitter, auto: Auto | None) -> None:
         self._store = store

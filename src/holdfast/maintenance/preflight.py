@@ -64,13 +64,9 @@ def preflight(
 ) -> str | None:
     """Check free space, the store's operations and the encryption keys before a first save.
 
-    `saves_kept` is how many checkpoints retention keeps at most, beside the one being written;
-    None when there is no limit, and then space for one save is required. `num_files` is the
-    number of files of a save, and `of_ranks` has the bytes and files that each rank writes of it.
-    `ask` lets the other ranks of a run try the same. Creates the root
-    if it is missing, and a scratch folder that is removed again; other contents of the root are
-    ignored. Returns how large files will be written
-    from now on, where the store chooses that by trying.
+    Space is needed for `saves_kept` checkpoints beside this one; for one save if that is None.
+    `ask` lets the other ranks try the same. Creates the root if it is missing; a scratch folder is
+    removed again. Returns how large files will be written, if the store chooses that by trying.
 
     Raises:
         PreflightFailed: lists every problem that was found.
@@ -184,10 +180,7 @@ def _tell_chosen(store: Store, chosen: str | None, emit: Emitter) -> None:
 
 
 def _refusals(store: Store, others: _OtherRanks) -> Iterator[str]:
-    """Try the operations of a save, a load and a deletion in a scratch folder; yield problems.
-
-    The other ranks try them, too, if the first worked here.
-    """
+    """Try the operations of a run in a scratch folder, then on other ranks; yield problems."""
     folder = layout.scratch_folder(os.urandom(8))
     try:
         store.make_folder(folder, exclusive=True)
@@ -245,8 +238,7 @@ def _read_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
 
 
 def _race_refusals(store: Store, folder: str) -> Iterator[str]:
-    """Check that of several concurrent puts with `if_absent` exactly one succeeds.
-    Services that first check a key and then write it fail."""
+    """Check that of concurrent puts with `if_absent` one succeeds, as some services only look."""
     workers = Workers(_RACERS, "holdfast-preflight")
     try:
         for number in range(_RACES):
@@ -353,16 +345,10 @@ class FirstSaveChecks:
         is_rollback: bool,
         ask: Ask = nobody,
     ) -> None:
-        """Check that a save can be made, and claim the run if it is not claimed yet.
+        """Check that a save of `size` can be made, and claim the run if it is not claimed yet.
 
-        `size` is that of the save. `ask` lets the other ranks check
-        what they can.
-
-        Raises:
-            NotShared: another rank has other storage under this root.
-            OwnedElsewhere: a live process owns the run.
-            UsageError: the root holds a run that was neither resumed nor loaded.
-            PreflightFailed: a save would fail.
+        Raises `UsageError` if the root holds a run that was neither resumed nor loaded, else as
+        `preflight` or the claim does.
         """
         if self._owner.claim is None:
             self._owner.expect_no_live_owner()
@@ -380,11 +366,7 @@ class FirstSaveChecks:
             )
 
     def refuse_existing(self, step: int, standing: Entry | None) -> None:
-        """Raise `UsageError` if a checkpoint of this step exists, in any lineage.
-
-        Exempt are `standing`, the run's latest, which may turn out to be unchanged, and parts that
-        another saver has saved at this step.
-        """
+        """Raise `UsageError` if this step has a checkpoint, except `standing` or other parts."""
         if standing is not None and standing.step == step:
             return
         found = [entry for entry in self._catalog.checkpoints() if entry.step == step]
@@ -396,10 +378,7 @@ class FirstSaveChecks:
             )
 
     def refuse_later(self, standing: Entry | None) -> None:
-        """Raise `UsageError` if the root has checkpoints of later steps than `standing`.
-
-        With `on_existing="error"` the saves of these steps would be refused, hours later.
-        """
+        """Raise `UsageError` for checkpoints of later steps, as their saves would be refused."""
         step = -1 if standing is None else standing.step
         whole = (e for e in self._catalog.checkpoints() if not e.manifest.lacks)
         later = sorted({entry.step for entry in whole if entry.step > step})

@@ -49,20 +49,13 @@ class RecordedFacts:
 
     @property
     def history(self) -> History:
-        """Recorded costs and failures that an interval is computed from.
-
-        A failure is a start whose process is dead and that did not end cleanly.
-        """
+        """Costs and failures, which are starts of processes that died without ending cleanly."""
         num_failures = sum(start.ending == "failed" for start in self.starts)
         return History(saves=self.saves, num_failures=num_failures, trained_s=self.trained_s)
 
 
 def read_recorded_costs(store: Store) -> RecordedFacts:
-    """Read the recorded save costs and starts of a run; claims and writes nothing.
-
-    Raises:
-        StoreError: the store cannot be read.
-    """
+    """Read the recorded save costs and starts of a run; claims and writes nothing."""
     catalog = Catalog(store)
     survey, unread = catalog.survey()
     epochs = sorted(catalog.claims())

@@ -59,11 +59,7 @@ def obstacle_of(store: Store, entry: Entry) -> tuple[Obstacle, str] | None:
 def missing_files(
     store: Store, entry: Entry, listed: Sequence[ObjectInfo] | None = None
 ) -> list[str]:
-    """List files of a checkpoint that are missing or have the wrong length. Reads no file.
-
-    Empty for a checkpoint that is being deleted. Components that retention deleted are left out.
-    `listed`: the files in its folder, if already listed.
-    """
+    """List files that a checkpoint should have and that are missing or have a wrong length."""
     if entry.marks.retired:
         return []
     infos = store.list(f"{entry.folder}/") if listed is None else listed
@@ -78,11 +74,7 @@ def missing_files(
 
 
 def resume_steps(store: Store, check: Check | None = None) -> list[Step]:
-    """List the candidates of a resume, newest first, and then what no resume looks at.
-
-    Of the candidates after the one that is taken only manifests are read. `check` reads candidates
-    until one is whole; without it, damage inside of files stays unseen.
-    """
+    """List the candidates of a resume, newest first; `check` reads them until one is whole."""
     catalog = Catalog(store)
     catalog.expect_rollback_target()
     steps: list[Step] = []
@@ -173,10 +165,7 @@ def _others(catalog: Catalog, known: set[str]) -> Iterator[Step]:
 
 
 def standing(store: Store, *, without: str = "") -> Choice:
-    """Find the newest checkpoint of the lineage from which the run would resume.
-
-    `without`: the folder of a checkpoint to pass over, as if it were deleted.
-    """
+    """Find the checkpoint from which the run would resume, as if `without` were deleted."""
     catalog = Catalog(store)
     catalog.expect_rollback_target()
     passed_over: set[str] = set()

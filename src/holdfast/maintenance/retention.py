@@ -287,11 +287,7 @@ class Deleter:
     def _proven_base(
         self, item: PlannedDecision, planned: Sequence[PlannedDecision], damaged: set[str]
     ) -> Entry | None:
-        """Find a newer verified checkpoint that stays and can replace `item`.
-
-        Where none is verified yet, reads them back, newest first, until one is. Adds the folders
-        of those that fail to `damaged`.
-        """
+        """Find a newer checkpoint that can replace `item`, or read some back to find one."""
         newer = [other.entry for other in planned if may_rest_on(other.decision, item.decision)]
         known = [entry for entry in newer if entry.manifest.save_id in self._verified]
         for entry in (*known, *newer):

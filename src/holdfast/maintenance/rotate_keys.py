@@ -75,11 +75,7 @@ def sealed_in(store: Store) -> Iterator[Sealed | Rekeyed]:
 
 
 def read_sealed_manifest(store: Store, folder: str) -> Sealed | None:
-    """Read the unencrypted manifest part and key boxes of a checkpoint; None if not encrypted.
-
-    Raises:
-        FormatError: it is damaged.
-    """
+    """Read a checkpoint's visible manifest and key boxes; None if it is not encrypted."""
     try:
         Catalog(store).read(folder)
     except MissingKey:

@@ -176,10 +176,7 @@ class CheckedBytes:
 
 
 class FolderReader:
-    """Reads the files of one checkpoint, retrying once. Thread-safe.
-
-    `notes` gets a line for each document that only a retry could read.
-    """
+    """Reads the files of one checkpoint, retrying once, with a line in `notes`. Thread-safe."""
 
     def __init__(self, store: Store, folder: str, notes: list[str] | None = None) -> None:
         self._store = store
@@ -328,10 +325,7 @@ def transient_note(file: str, what: str = "it was") -> str:
 
 
 def look_at(reader: FolderReader, blocks: Iterable[BlockToCheck]) -> Iterator[CheckedBlock]:
-    """Read and check blocks in parallel; yield the outcomes in order.
-
-    At most 16 blocks are in memory at a time, and fewer if they are larger than usual.
-    """
+    """Read and check blocks, at most 16 at a time, in parallel; yield the outcomes in order."""
     threads = Threads()
     waiting: deque[tuple[BlockToCheck, Future[CheckedBlock]]] = deque()
     try:

@@ -24,10 +24,7 @@ from holdfast.store.base import Store
 
 
 def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
-    """Open the store of a source; return (store, which, folder), the last two naming a checkpoint.
-
-    `which` is empty for the folder of one checkpoint, `folder` for a root or `root@which`.
-    """
+    """Open a source's store; return (store, which, folder): one of the two names a checkpoint."""
     root, which = split_source(source)
     parent, folder = split_folder(root) if which is None else ("", "")
     if folder:
@@ -36,10 +33,7 @@ def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
 
 
 def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
-    """Resolve a source to its store and checkpoint, without a lease against deletion.
-
-    A root means its newest checkpoint.
-    """
+    """Resolve a source, a root to its newest checkpoint, without a lease against deletion."""
     store, which, folder = place_of(source)
     entry = standalone(store, folder) if folder else Catalog(store).find_checkpoint(which)
     return store, entry
@@ -55,13 +49,8 @@ def located(
 ) -> Iterator[tuple[Store, KeptEntry]]:
     """Resolve a source to its store and checkpoint, with a lease while the block lasts.
 
-    A root means the newest checkpoint whose deletion has not begun; for a store, `which` may
-    choose another. `encrypt` holds the keys of encrypted ones.
-
-    Raises:
-        UsageError: `which` is given for a source that is not a store.
-        NoCheckpoint: no checkpoint matches, or its deletion has begun.
-        FormatError: its manifest is damaged.
+    A root means the newest checkpoint whose deletion has not begun; for a store, `which` may choose
+    another. Raises `NoCheckpoint` if there is none, or `FormatError` for a damaged manifest.
     """
     if isinstance(source, str | os.PathLike):
         if which is not None:
@@ -134,10 +123,7 @@ def reading(source: str | os.PathLike[str]) -> Iterator[Checkpoint]:
 
 
 def _expect_kept(store: Store, folder: str) -> None:
-    """Raise `NoCheckpoint` if a checkpoint was deleted while it was read.
-
-    That can happen without a lease, or if this process was paused for long.
-    """
+    """Raise `NoCheckpoint` if a checkpoint without a lease was deleted while it was read."""
     try:
         is_committed = isinstance(Catalog(store).read(folder), Manifest)
     except FormatError:

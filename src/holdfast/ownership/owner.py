@@ -90,10 +90,7 @@ class Ownership:
         return self._sequence
 
     def release_run(self, timeout_s: float = END_S) -> None:
-        """Release the run. The close is recorded only when nothing can be in flight.
-
-        Waits at most `timeout_s` seconds for storage that hangs, and then logs that.
-        """
+        """Release the run; the close is recorded if nothing is in flight."""
         claim = self._give_up()
         self._end_heartbeat(is_over=claim is not None and self._may_close(), timeout_s=timeout_s)
 

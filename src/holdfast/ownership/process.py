@@ -71,11 +71,7 @@ def _by_proc(process: Process) -> Liveness:
 
 
 def _have_ended(folder: str) -> bool:
-    """Whether all threads of a process have ended, given that its first one has.
-
-    `folder` is its `task`. After a kill, other threads may still be in a call of the kernel, and
-    end when it returns.
-    """
+    """Whether all threads of a process have ended; after a kill some may still be in the kernel."""
     threads = os.listdir(folder)
     if not all(_thread_has_ended(f"{folder}/{thread}") for thread in threads):
         return False
@@ -100,13 +96,7 @@ class _Stat(NamedTuple):
 
 
 def _stat(folder: str) -> _Stat:
-    """Read `stat` in the folder of a process or of a thread.
-
-    Source: proc(5), fields 3 and 22 of /proc/<pid>/stat; the name may hold blanks and brackets.
-
-    Raises:
-        OSError: the process is gone, or its `stat` cannot be read.
-    """
+    """Read `stat` of a process or thread, as in proc(5): fields 3 and 22."""
     with open(f"{folder}/stat", encoding="ascii", errors="replace") as file:
         fields = file.read().rpartition(")")[2].split()
     if len(fields) < 20:
@@ -116,11 +106,7 @@ def _stat(folder: str) -> _Stat:
 
 
 def _clock_offset_ticks() -> int:
-    """Return by how much the time namespace of this process moves the start times in /proc.
-
-    Source: time_namespaces(7). Without it, processes of two namespaces would not agree on the
-    start of a third one.
-    """
+    """Return by how much this time namespace moves start times in /proc: time_namespaces(7)."""
     try:
         with open(f"{PROC}/self/timens_offsets", encoding="ascii") as file:
             fields = next(line.split() for line in file if line.startswith("boottime"))

@@ -248,10 +248,7 @@ class TieredOwnership(Ownership):
         )
 
     def _expect_root(self) -> None:
-        """Raise `StoreError` if the remote root cannot be read, or no longer exists.
-
-        Otherwise a root that was moved or unmounted would be created anew, empty.
-        """
+        """Raise `StoreError` if the remote root is unreadable, or gone: a put would create it."""
         known = Ledger(self._store).tiers()  # read first: another process may be starting the run
         claims = self._remote.children(layout.WRITERS)
         if not claims and known is not None and known.remote == self._remote.url and known.epoch:
@@ -299,10 +296,7 @@ class TieredOwnership(Ownership):
             self._check_tier_owner(self._remote)
 
     def _expect_no_later_claim(self, claim: Claim) -> None:
-        """Raise `Superseded` if a machine with another local tier has claimed the run since.
-
-        Its claim is copied into the local tier first, so that saves of this process see it.
-        """
+        """Raise `Superseded` if a machine with another local tier has claimed the run since."""
         try:
             check_ownership(self._remote, claim.epoch, committed=False)
         except Superseded:
@@ -406,11 +400,7 @@ def is_in_use(local: Store, epoch: int) -> bool:
 
 
 def _expect_one_branch(local: Store, remote: Store, unseen: list[int]) -> None:
-    """Raise `Diverged` if the run continued locally in ignorance of a newer remote commit.
-
-    `unseen` are the epochs of claims that the remote tier lacks; the first that is in use decides.
-    Its process may have ended, so only the records show what it knew.
-    """
+    """Raise `Diverged` if the run continued locally under `unseen` epochs, beside a remote one."""
     epoch = next((epoch for epoch in unseen if is_in_use(local, epoch)), None)
     if epoch is None:
         return

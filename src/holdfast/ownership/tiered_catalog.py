@@ -57,10 +57,7 @@ def catalog_of(
 
 
 def is_enough(store: Store) -> bool:
-    """Whether the run can continue from this tier alone: it has the newest checkpoint it names.
-
-    With `keep_local=0` that may be in the remote tier only. True if checkpoints do not decrypt.
-    """
+    """Whether this tier has the newest checkpoint that it names, or that cannot be decrypted."""
     catalog, latest = Catalog(store), layout.parse_attempt(latest_of(store))
     try:
         if latest is not None and not isinstance(catalog.read(str(latest)), Manifest):
@@ -235,10 +232,7 @@ class TieredCatalog(Catalog):
 
 
 def remote_emitter(emit: Emitter, url: str, *, only_first: bool = False) -> Emitter:
-    """Create an emitter that forwards events with `tier="remote"` and `url` in the message.
-
-    With `only_first` it forwards only the first event: network failures last and repeat.
-    """
+    """Create an emitter that adds the remote tier, and with `only_first` forwards one event."""
     forwarded: list[Event] = []
 
     def forward(event: Event) -> None:

@@ -75,13 +75,7 @@ class TierRules:
         savers: Sequence[SideSaver],
         parts: Collection[str] | None = None,
     ) -> TierRules:
-        """Combine the retention of `root`, `keep` and `savers`; check that it names only `parts`.
-
-        `parts=None`: the components of the state are not yet known, and not checked.
-
-        Raises:
-            UsageError: not a rule, or `keep` beside a `Tiered` root's `keep_local`.
-        """
+        """Combine the retention of `root`, `keep` and `savers`; may name only `parts`, if known."""
         if not isinstance(root, Tiered):
             rule = combined_rule(keep, savers, parts)
             return cls(local=rule, remote=rule)

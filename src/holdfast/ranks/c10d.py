@@ -148,19 +148,9 @@ here: a reference would keep its server alive."""
 class C10d(Coordinator):
     """Coordinator of the ranks of a process group, through a clone of the group's store.
 
-    It works beside the group's collectives: neither waits for the other. All ranks make theirs at
-    the same point of the program, where the leader gives each follower the nonce of this life of
-    the group.
-
-    Args:
-        store: that of the group; it is cloned, and kept alive.
-        rank: number of this rank in the group.
-        world_size: number of ranks of the group.
-        timeout_s: seconds to wait until all ranks have come.
-        processes: lets ranks find out in a wait whose process has ended. A rank sees those of its
-            own host, and tells the leader; those of other hosts send heartbeats.
-        warn: gets the warning of a long wait until all ranks have come.
-        is_default: whether the group is torch's default one. Heartbeats end with it.
+    It works beside the group's collectives, without waiting for them. All ranks make theirs at the
+    same point of the program. `processes` finds ranks of this host that have ended; those of other
+    hosts send heartbeats. With `is_default` they end with torch's default group.
     """
 
     def __init__(
@@ -374,10 +364,7 @@ class C10d(Coordinator):
     # Processes of other ranks, looked at in a wait
 
     def _expect_running(self, needed: Callable[[Iterable[int]], list[int]]) -> list[int]:
-        """Raise `_Ended` if a rank that is `needed` has ended or is lost.
-
-        Returns those that are needed, and have shown no sign of life for long.
-        """
+        """Raise `_Ended` if a `needed` rank has ended; return those that were silent for long."""
         if self._processes is None:
             return []
         neighbors = self._neighbors(self._processes)
@@ -544,13 +531,7 @@ class C10d(Coordinator):
         return nonce
 
     def _within(self, timeout_s: float, job: Callable[[], T]) -> T:
-        """Run a job in another thread, which is left behind if the store holds it longer than that.
-
-        Raises:
-            UsageError: this process is a fork of the one that made the coordinator.
-            DeadlineExceeded: the job is still running, or did not get a turn.
-            Disconnected: the store cannot be reached, or the interpreter exits.
-        """
+        """Run a job in another thread, which is left behind if the store holds it for too long."""
         if os.getpid() != self._pid:
             raise UsageError(
                 f"process {self._pid} made this coordinator, and process {os.getpid()} is a fork "
@@ -595,8 +576,7 @@ class C10d(Coordinator):
         end: float,
         look: Callable[[float], None] | None = None,
     ) -> None:
-        """Look more and more rarely until it is so or the time is over; others use the store
-        between two looks. `look` is called now and then with the seconds waited."""
+        """Look more and more rarely until it is so or time is over; others may use the store."""
         begin = time.monotonic()
         next_look = begin + LOOK_S
         least_s = max(_SHORTEST_PAUSE_S, self.world_size * _PAUSE_A_RANK_S)

@@ -42,10 +42,7 @@ class RankFailure(NamedTuple):
 
     @classmethod
     def from_error(cls, error: BaseException, *, phase: str) -> RankFailure:
-        """Describe an error that was raised in `phase`; a long message is cut.
-
-        Failures of other ranks, which a `RanksFailed` passes on, are told without its own words.
-        """
+        """Describe an error raised in `phase`; one of other ranks without its own words."""
         if isinstance(error, RanksFailed):
             reason = "; ".join(error.reasons)
         else:
@@ -82,10 +79,7 @@ class RankTransfer(ABC):
 
 
 class Exchange(ABC):
-    """Way to send large buffers from any rank to any other, in the thread that calls.
-
-    What one rank sends to another arrives in the order in which it was sent.
-    """
+    """Way to send large buffers between ranks, in the thread that calls; they arrive in order."""
 
     @abstractmethod
     def start_exchange(
@@ -93,10 +87,10 @@ class Exchange(ABC):
         sends: Sequence[tuple[int, memoryview]],
         receives: Sequence[tuple[int, memoryview]],
     ) -> RankTransfer:
-        """Begin to send buffers, and to fill others with what comes, each to or from a rank.
+        """Begin to send buffers, and to fill others, each to or from a rank.
 
-        Buffers must stay as they are until the transfer was waited for. A rank that was lost in an
-        earlier transfer is left out, and the wait raises.
+        Buffers must stay until the wait. A rank that was lost in an earlier transfer is left out,
+        and the wait raises.
         """
 
 
@@ -129,29 +123,19 @@ class Coordinator(ABC):
         self._use_lock = Lock()
 
     def number(self) -> int:
-        """Return 0, 1, 2 and so on; all ranks call it in the same order.
-
-        Tags that begin with it are those of one user of this coordinator.
-        """
+        """Return 0, 1, 2 and so on, in the same order on all ranks: begins a user's tags."""
         return next(self._numbers)
 
     @abstractmethod
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
-        """Send the message of this rank to the leader; returns when it is on its way.
-
-        Raises:
-            DeadlineExceeded: the message could not be handed over in time.
-        """
+        """Send this rank's message to the leader, or raise `DeadlineExceeded`."""
 
     @abstractmethod
     def fail(self, tag: str, failure: RankFailure, *, timeout_s: float) -> None:
-        """Say that this rank failed, in place of its message of the round.
+        """Say that this rank failed, in place of its message of the round; or `DeadlineExceeded`.
 
-        In a follower that is its post: `collect` returns at once. In the leader it is the
-        announcement: `hear` raises. After that message it is allowed, but may come too late.
-
-        Raises:
-            DeadlineExceeded: the message could not be handed over in time.
+        In a follower, `collect` returns at once; after the leader's, `hear` raises. After that
+        message it is allowed, but may come too late.
         """
 
     @abstractmethod
@@ -159,38 +143,22 @@ class Coordinator(ABC):
         """Wait, in the leader, until every rank has posted, one has failed, or the deadline.
 
         With `watch` it warns of late ranks, and a rank whose process has ended counts as failed.
-
-        Raises:
-            DeadlineExceeded: the posts could not be read.
-            FormatError: a post is not a message of a coordinator.
+        Raises `DeadlineExceeded` or `FormatError` if posts cannot be read.
         """
 
     @abstractmethod
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
-        """Send the leader's message to all followers; returns when it is on its way.
-
-        Raises:
-            DeadlineExceeded: the message could not be handed over in time.
-        """
+        """Send the leader's message to all followers, or raise `DeadlineExceeded`."""
 
     @abstractmethod
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
-        """Wait, in a follower, for what the leader announces.
+        """Wait, in a follower, for the leader's announcement; raises `RanksFailed`, `RanksSilent`.
 
         With `watch` it warns of a late leader, and ends if the leader's process has.
-
-        Raises:
-            RanksFailed: the leader failed.
-            RanksSilent: the leader announced nothing by the deadline, or has ended.
-            FormatError: the announcement is not a message of a coordinator.
         """
 
     def exchange(self, *, timeout_s: float) -> Exchange:
-        """Make a way to exchange buffers; all ranks call it at the same point of the program.
-
-        Raises:
-            UsageError: these ranks have none.
-        """
+        """Make a way to exchange buffers, at one point on all ranks; `UsageError` if none."""
         raise UsageError(
             f"broadcast=True: the ranks of {type(self).__name__} send each other no tensors; it "
             "needs the ranks of torch's default process group"
@@ -225,11 +193,7 @@ class Coordinator(ABC):
 
 
 def decode_message(message: bytes, kind: type[T], what: str) -> T:
-    """Decode a message of another rank, which was encoded by `msgspec.msgpack`.
-
-    Raises:
-        FormatError: it is not of this kind; the ranks run different releases.
-    """
+    """Decode a message of another rank; a `FormatError` if the ranks run different releases."""
     try:
         return msgspec.msgpack.decode(message, type=kind)
     except msgspec.DecodeError as error:
@@ -262,14 +226,7 @@ class Watch:
     """Watcher of one wait for other ranks; warns while it lasts."""
 
     def __init__(self, warn: Callable[[str], object], call: str, begins: str | None = None) -> None:
-        """Set up.
-
-        Args:
-            warn: gets the text of a warning, in any thread.
-            call: the call that waits, such as "save of step 5".
-            begins: tag of the round in which every rank posts as soon as it makes the call; None:
-                all ranks have made it.
-        """
+        """Set up for the waiting `call`; in the round `begins` ranks post as they make the call."""
         self._warn = warn
         self._call = call
         self.begins = begins

@@ -78,11 +78,7 @@ def has(store: GroupStore, name: str) -> bool:
 
 
 def get(store: GroupStore, name: str) -> bytes | RankFailure:
-    """Read a message that has come.
-
-    Raises:
-        FormatError: the value is not a message.
-    """
+    """Read a message that has come, or raise `FormatError`."""
     return _assemble_message(store, name, store.get(_make_key(name)))
 
 
@@ -155,14 +151,7 @@ class RankHeartbeat:
     """Daemon thread that sends a number now and then, until it is stopped or the store is gone."""
 
     def __init__(self, send: Callable[[bytes], object], turn: Condition, *, every_s: float) -> None:
-        """Start the thread.
-
-        Args:
-            send: sends a value that differs from the one before; raises `RuntimeError` if that is
-                no longer possible.
-            turn: held while it is called.
-            every_s: seconds between two calls.
-        """
+        """Start the thread, which calls `send` with each new value while it holds `turn`."""
         self._stopped = Event()
         Thread(
             target=_beat,
@@ -196,10 +185,7 @@ class Silences:
     """Seconds for which heartbeats of other ranks have not changed while this rank looked."""
 
     def __init__(self, *, most_s: float) -> None:
-        """Set up; between two looks at most `most_s` seconds count.
-
-        This process, or the store, may have been stopped between them.
-        """
+        """Set up; of the time between two looks, `most_s` seconds count at most."""
         self._most_s = most_s
         self._values: Mapping[int, bytes] = {}
         self._looked_s = 0.0

@@ -100,11 +100,7 @@ def plan_copies(
     *,
     passed_over: Callable[[str, HoldfastError], None] | None = None,
 ) -> tuple[PlannedCopy, ...]:
-    """Plan the copies of these checkpoints, oldest first. Writes nothing.
-
-    `passed_over` is told of a checkpoint that was deleted, or has other bytes in the target, and
-    the others are planned; without it this raises.
-    """
+    """Plan copies, oldest first; `passed_over` is told of impossible ones, which else raise."""
     planned = []
     for folder in folders:
         try:
@@ -254,10 +250,7 @@ def _copy_one(
 
 
 def _point_latest(target: Store) -> str:
-    """Point `latest` to the checkpoint from which the run would resume there, if it can be read.
-
-    Returns a warning if something of others has that name.
-    """
+    """Point `latest` to the checkpoint of a resume there; return a warning if it is no pointer."""
     with suppress(SealError):
         point = standing(target).point
         if point is not None and latest_of(target) != point.folder:
@@ -279,10 +272,7 @@ def _choose_standing(source: Store, target: Store, emit: Emitter) -> Iterator[Ch
 
 
 def _expect_free(source: Store, target: Store, emit: Emitter) -> None:
-    """Raise `OwnedElsewhere` if a live process owns the target.
-
-    A claim that was copied from the source, with which its process saves there, does not count.
-    """
+    """Raise `OwnedElsewhere` if a live process, other than the source's, owns the target."""
     newest = Catalog(target).highest_epoch()
     document = claim_document(target, newest) if newest else b""
     if document and document == claim_document(source, newest):
@@ -296,11 +286,7 @@ def _expect_free(source: Store, target: Store, emit: Emitter) -> None:
 def _give_claims(
     source: Store, target: Store, *, upto: int, known: Set[int], differing: Sequence[int]
 ) -> None:
-    """Give the target the claims of the source up to an epoch, oldest first.
-
-    Of the claims that the target is `known` to have, those in `differing`, under which nothing was
-    saved, are replaced by the source's of the same epoch.
-    """
+    """Give the target the source's claims, oldest first; unused `differing` ones are replaced."""
     theirs = {epoch: _sound_claim(source, epoch) for epoch in Catalog(source).claims()}
     theirs = {epoch: data for epoch, data in theirs.items() if data and epoch <= upto}
     for epoch in sorted(differing):
@@ -322,10 +308,7 @@ def _sound_claim(store: Store, epoch: int) -> bytes:
 
 
 def _differing(source: Store, target: Store) -> list[int]:
-    """List the epochs of which both roots have claims, and different ones.
-
-    Claims are put in order, so all above the first that differs do.
-    """
+    """List the epochs whose claims differ; claims are put in order, so all above the first do."""
     theirs = {*Catalog(source).claims()}
     differing: list[int] = []
     for epoch in Catalog(target).claims():

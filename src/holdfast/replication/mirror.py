@@ -236,11 +236,7 @@ class Mirror(UploadQueries):
 
     @contextmanager
     def _locked(self, timeout_s: float) -> Iterator[None]:
-        """Hold the queue's lock in the `with` block; a thread that has it may wait for slow I/O.
-
-        Raises:
-            DeadlineExceeded: the lock was not free within `timeout_s` seconds.
-        """
+        """Hold the queue's lock, or raise `DeadlineExceeded` if it is held during slow I/O."""
         if not self._changed.acquire(timeout=timeout_s):
             raise DeadlineExceeded(
                 f"{self._local.url}: the queue of uploads is still being read after "
@@ -306,11 +302,7 @@ class Mirror(UploadQueries):
         self._wake()
 
     def pause(self, timeout_s: float | None = None) -> None:
-        """Stop uploading, and wait until the upload thread has ended its round.
-
-        Raises:
-            DeadlineExceeded: a request to the remote tier hangs.
-        """
+        """Stop uploading; `DeadlineExceeded` if a request hangs, so that the round does not end."""
         self._background.ask_to_stop()
         self._sender.background.ask_to_stop()
         jobs = [] if self._job is None else [self._job]
@@ -399,11 +391,7 @@ class Mirror(UploadQueries):
             self._release_rest()
 
     def holds(self, entry: Entry) -> str:
-        """Return why the remote copy must not be deleted yet, and copy pins to it; else empty.
-
-        Its pins may not be copied yet, or it was pinned since by the command line, which knows
-        only the local tier.
-        """
+        """Return why the remote copy must stay: pins in the local tier, which are copied now."""
         if self._queue.waits(entry):
             return "its upload has not ended"
         marks = Catalog(self._local).marks(entry.folder)
@@ -443,10 +431,7 @@ class Mirror(UploadQueries):
         self._remote_chores.retain()
 
     def _what_lacks(self, entry: Entry, copy: Candidate) -> str:
-        """Return what a remote copy lacks, and log a warning; empty if it is complete.
-
-        A local copy is not deleted because of a remote one that lacks files.
-        """
+        """Return, and log, what a remote copy lacks: then it justifies no deletion."""
         wrong: list[str] = []
         if not (copy.dropped or copy.begun):
             sizes = {info.key: info.nbytes for info in self._remote.list(f"{entry.folder}/")}
@@ -506,10 +491,7 @@ class Mirror(UploadQueries):
             self._follow_up(entry, cost, retries=retries)
 
     def _expect_open(self, entry: Entry, claim: Claim) -> None:
-        """Raise `NoCheckpoint` if the remote tier has closed the epoch of an earlier writer.
-
-        Markers of that epoch may have been removed then, so nothing may be committed in it.
-        """
+        """Raise `NoCheckpoint` if the epoch is closed remotely, as its markers may be gone."""
         epoch = entry.name.epoch
         if epoch != claim.epoch and is_closed(self._remote, epoch):
             raise NoCheckpoint(
@@ -578,10 +560,7 @@ class Mirror(UploadQueries):
         self._queue.refresh()
 
     def _release_rest(self) -> None:
-        """With `keep_local=0`, delete local copies that an earlier process has uploaded.
-
-        The remote copies are read back first: this process has not seen them arrive.
-        """
+        """With `keep_local=0`, delete local copies whose earlier uploads are read back whole."""
         if self._options.keep_local != 0:
             return
         for entry in Catalog(self._local).checkpoints():
@@ -742,8 +721,7 @@ def ownership(
 ) -> tuple[Ownership, UploadQueries, Housekeeper]:
     """Create the ownership, uploads and local housekeeping of a root with one or two tiers.
 
-    With one tier, uploads are a no-op, and in a rank that does not lead all three are. `rules` are
-    the tiers' retention rules; `timeout_s` is the longest that callers wait.
+    With one tier, uploads are a no-op, and in a rank that does not lead all three are.
     """
     if not leads:
         follower = Following(catalog.store, takeover=takeover, emit=emit)

@@ -29,8 +29,7 @@ _MAX_NAMED = 10
 
 
 class UploadQueue:
-    """Queue of checkpoints that one local root has yet to upload.
-    Thread-safe; `changed` is notified when the queue gets shorter or is recomputed."""
+    """Checkpoints that a local root has yet to upload. Thread-safe; notifies `changed`."""
 
     def __init__(
         self,
@@ -88,17 +87,13 @@ class UploadQueue:
         return self._remote is not None
 
     def see(self, remote: Mapping[str, Candidate], lineage: Collection[tuple[int, int]]) -> None:
-        """Store the listing of the remote tier, by folder, and recompute the queue.
-
-        `lineage` has the orders of the checkpoints that the run has gone through.
-        """
+        """Store the listing of the remote tier and the run's `lineage`, and recompute the queue."""
         with self.changed:
             self._remote, self._lineage = dict(remote), {*lineage}
             self.refresh()
 
     def record_uploaded(self, entry: Entry, *, suspect: str) -> None:
-        """Record that the remote tier has a local checkpoint too.
-        A non-empty `suspect` says why that copy is unreliable, so that the local one stays."""
+        """Record that the remote tier has a checkpoint; if `suspect`, the local copy stays."""
         if suspect:
             self._suspect[entry.folder] = suspect
             self.record_upload_state(entry, "refused", error=suspect)
@@ -148,9 +143,7 @@ class UploadQueue:
         self.is_sure = False
 
     def _to_upload(self, local: Mapping[str, Entry]) -> list[str]:
-        """List folders to upload: the remote tier lacks them, and its retention would keep them.
-        Where the remote listing is incomplete, more folders are listed, never fewer.
-        """
+        """List folders that the remote tier lacks and would keep; or more, never fewer."""
         remote = self._remote or {}
         new = {
             folder: candidate(self._local, entry)
@@ -185,8 +178,7 @@ class UploadQueue:
 
     @property
     def spared(self) -> tuple[str, ...]:
-        """Folders that the remote tier's garbage collection must skip: uploads yet to be committed.
-        Those queued, and those that cannot be read now but whose note says they were queued."""
+        """Folders queued now, or by a note that cannot be read: remote gc must skip them."""
         notes = self._read_states()
         others = (f for f in self._unread if notes.get(f, "uploaded") != "uploaded")
         return (*self._waiting, *others)
@@ -319,8 +311,7 @@ class UploadQueue:
         cost: Cost | None = None,
         error: str = "",
     ) -> None:
-        """Record the remote tier's URL and claim and the last upload's cost in the local root.
-        Without `epoch`, or without `entry` and `cost`, the values recorded before stay."""
+        """Record the remote tier, and the last upload's cost if given, in the local root."""
         before = self._ledger.tiers()
         if before is None or before.remote != self._where:
             before = TiersRecord(remote=self._where, changed="")

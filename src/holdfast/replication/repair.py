@@ -77,11 +77,7 @@ def _expect_same(listing: Listing, folder: str, *, where: str) -> None:
 
 
 def _mend_keys(local: Store, remote: Store, folder: str, listing: Listing, epoch: int) -> list[str]:
-    """Write a new key box for an encrypted local checkpoint if none of its boxes can be read.
-
-    The box is for the run's current keys: boxes of the remote tier may be for keys that were
-    since changed in the local tier.
-    """
+    """Write a box with the run's current keys for a local checkpoint if no other can be read."""
     sealing_store = sealed(remote)
     if not isinstance(listing, Visible) or sealing_store is None:
         return []

@@ -179,8 +179,7 @@ class Sender:
         raise CommitConflict(error) if what == "aborted" else NoCheckpoint(error)
 
     def _expect_complete(self, folder: str, listing: Listing) -> None:
-        """Raise an error if the committed remote copy lacks its keys, or lacks files although
-        retention has dropped no components of it: it may have been damaged since."""
+        """Raise an error if the remote copy lacks keys, or files that retention has not dropped."""
         sizes = self._remote_sizes(folder)
         is_thinned = any(
             layout.parse_thinned(name) and is_own_mark(self._remote, f"{folder}/{name}")
@@ -302,10 +301,7 @@ class Sender:
         *,
         replaced_under: int | None = None,
     ) -> None:
-        """Upload a file into a scratch folder, and link it to its key once it is whole.
-
-        With a claim `replaced_under`, the file at the key is deleted before that.
-        """
+        """Upload a file into a scratch folder, and link it to its key, which may be replaced."""
         scratch = layout.sending_folder(os.urandom(8))
         aside = f"{scratch}/{key.rpartition('/')[2]}"
         self._remote.make_folder(scratch, exclusive=True)

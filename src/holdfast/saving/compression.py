@@ -126,10 +126,7 @@ def best(
     plain_s_per_byte: float,
     num_threads: int,
 ) -> CodecTrial | None:
-    """Return the trial of the codec with the shortest save time; None if none gains enough.
-
-    A codec shortens only the store's part of an uncompressed save.
-    """
+    """Return the trial of the codec with the shortest save time; None if none gains enough."""
     costs = [trial.cost(store_s_per_byte, num_threads) for trial in trials]
     least = min(costs, default=0.0)
     expected = plain_s_per_byte - store_s_per_byte + least

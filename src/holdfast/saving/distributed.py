@@ -533,11 +533,7 @@ class LeadingSave(_RanksSave):
 
     @staticmethod
     def _join_trees(name: str, staged: Staged, trees: Sequence[bytes]) -> bytes:
-        """Join the trees of all ranks.
-
-        Raises:
-            UnsupportedState: they cannot be joined.
-        """
+        """Join the trees of all ranks, or raise `UnsupportedState`."""
         if name in staged.by_rank:
             return join_rank_trees(trees)
         if staged.kinds[name] in JOINED:
@@ -773,10 +769,7 @@ class FollowingSave(_RanksSave):
         self._post("files", self._files_post(files, staged, differing))
 
     def outcome(self, store: Store, attempt: SaveAttempt) -> Manifest:
-        """Wait for the outcome; from a leader that is silent or lost it is in the register.
-
-        In the save thread.
-        """
+        """In the save thread: wait for the outcome; a silent leader's is in the register."""
         self.progress.enter(SavePhase.COMMITTING, attempt.folder)
         error = self._doubt()
         if error is not None and not give_up(
@@ -902,11 +895,7 @@ class DistributedSaves:
         self._manager = ranks.number()
 
     def start_joint_save(self, step: int, *call: object) -> SaveParticipant:
-        """Begin a save; all ranks begin their n-th at the same point of the program.
-
-        In the training thread. `call` has the class of the save, and `epoch`, `cycle`, `samples`
-        and `tokens`.
-        """
+        """In the training thread: begin a save; all ranks begin their n-th at the same point."""
         kind = LeadingSave if self.ranks.is_leader else FollowingSave
         return kind(self, step, call)
 
@@ -928,10 +917,7 @@ class DistributedSaves:
         self.miscounted = self._refused = None
 
     def record_lost_count(self, error: BaseException, num_loads: int) -> None:
-        """Record that a rank has lost count, if a save after `num_loads` loads failed for that.
-
-        That rank may raise again and again. Nobody may then wait for its part in later saves.
-        """
+        """Record that a rank has lost count, so that nobody waits for its part in later saves."""
         if not isinstance(error, RanksFailed) or num_loads != self.num_loads:
             return
         for rank, (phase, reason) in error.failed.items():

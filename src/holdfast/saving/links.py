@@ -106,11 +106,7 @@ class Links:
     def link_earlier_file(
         self, name: str, folder: str, entry: FileEntry, digests: bytes
     ) -> Linked | None:
-        """Link the earlier file into `folder`, if its plain bytes are those of `entry`.
-
-        It is verified first, and keeps its compression. If the result is None, the file has to be
-        written, and no link is left.
-        """
+        """Link the earlier file, after verifying it, if its plain bytes are those of `entry`."""
         origin = self._source.get(name)
         if origin is None or msgspec.structs.replace(origin.entry, stored=None) != entry:
             return None
@@ -125,10 +121,7 @@ class Links:
         return Linked(name=origin.name, entry=origin.entry, stored=origin.stored)
 
     def look_ahead(self, digests: Mapping[str, bytes]) -> None:
-        """Verify, in advance, files of the newest commit that a later save may share.
-
-        `digests` by plain name. No-op while retention keeps only one commit.
-        """
+        """Verify files of the newest commit that a later save may share; plain name → digest."""
         if self._newest is None or not digests or not self._store.has_links:
             return
         try:
@@ -149,10 +142,7 @@ class Links:
         stored: Mapping[str, StoredBlocks],
         own: Iterable[str],
     ) -> None:
-        """Record the files of a committed save that this rank wrote, which a later one may share.
-
-        `own` has their stored names, `stored` the blocks of those that are compressed.
-        """
+        """Record the files of a committed save that this rank wrote, which a later may share."""
         files: dict[str, _Origin] = {}
         for name in own:
             entry = manifest.files[name]
@@ -171,13 +161,7 @@ class Links:
         return origin.entry.nbytes >= _MIN_SHARED_NBYTES
 
     def _newest_valid(self, kind: _Kind) -> list[_Commit]:
-        """Return the newest two commits of a kind that are complete and not rejected, older first.
-
-        Drops newer ones that are not from the record.
-
-        Raises:
-            StoreError: a commit cannot be read now.
-        """
+        """Return the newest two complete commits of a kind, older first; forget newer others."""
         commits = self._commits.get(kind, [])
         found: list[_Commit] = []
         for commit in reversed(commits[:]):

@@ -77,19 +77,13 @@ class SaveParticipant:
     def note_arguments(
         self, tags: Sequence[str], metrics: Mapping[str, float], config: Mapping[str, str]
     ) -> None:
-        """Note arguments of the save, for the leader to compare with those of the other ranks.
-
-        In the training thread.
-        """
+        """In the training thread: note arguments for the leader to compare among ranks."""
 
     def note_warnings(self, texts: Sequence[str]) -> None:
         """Note what the script of this rank was warned of, for the leader to log if it differs."""
 
     def announce_wait(self) -> None:
-        """Tell the followers that the leader waits for uploads before it begins.
-
-        In the training thread.
-        """
+        """In the training thread: tell followers that the leader waits for uploads first."""
 
     def propose(self, captured: Captured) -> None:
         """Tell the leader what this rank holds. In the training thread."""
@@ -111,33 +105,21 @@ class SaveParticipant:
         return SaveSize(nbytes=nbytes, num_files=2 * len(captured.components) + 2)
 
     def probe_followers(self, folder: str) -> Sequence[ProbeResult]:
-        """Let the followers try the root, in a scratch folder; return what each has found.
-
-        In the training thread.
-        """
+        """In the training thread: let the followers try the root; return what each found."""
         return ()
 
     def select_own_part(self, captured: Captured, owner: Ownership) -> Captured:
-        """Return what this rank writes of a captured state; a follower learns of the claim.
-
-        In the training thread.
-        """
+        """In the training thread: return what this rank writes of a captured state."""
         return captured
 
     def agree_on_plan(self, owner: Ownership) -> None:
         """End the agreement on the plan, if it is left to the background. In the save thread."""
 
     def set_known_checkpoint(self, folder: str) -> None:
-        """Say which checkpoint of this step this rank knows, before it shares what it holds.
-
-        In the training thread.
-        """
+        """In the training thread: say which checkpoint of this step this rank knows."""
 
     def begin_to_compare(self) -> None:
-        """Begin to compare the save with the checkpoint of its step, on all ranks.
-
-        In the save thread.
-        """
+        """In the save thread: begin to compare the save with the checkpoint of its step."""
 
     def matches_checkpoint(
         self,

@@ -63,11 +63,7 @@ _RECORDS_PER_SAVE = 4
 def lack_of_room(
     store: Store, size: SaveSize, kept: int, looks: Sequence[ProbeResult]
 ) -> Iterator[str]:
-    """Check that a save of all ranks fits into the root, and what a host writes into what it sees.
-
-    All ranks have the same storage under the root. So its space is not summed over hosts, which
-    may see different numbers of it, for instance because of quotas.
-    """
+    """Check that a save of all ranks fits into the root, and each host's part into what it sees."""
     try:
         rooms = _rooms(store.free_space(), looks)
         whole = _Room(

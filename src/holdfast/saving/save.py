@@ -86,10 +86,7 @@ class SaveRequest:
 
 
 def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:
-    """Compute the block digests of every file of a save except the index, by file name.
-
-    In the save thread.
-    """
+    """In the save thread: compute the block digests of every file except the index."""
     digests = {
         known.file.name: staged.compute_digests(known, workers, timeout_s)
         for known in staged.all_files
@@ -188,10 +185,7 @@ def _write_as_follower(
     joint: FollowingSave,
     overlapped: Overlapped | None,
 ) -> tuple[SaveAttempt, Manifest]:
-    """Write this rank's files into the leader's folder, and wait for the commit.
-
-    In the save thread.
-    """
+    """In the save thread: write this rank's files into the leader's folder; wait for the commit."""
     attempt = joint.hear_folder()
     began = time.perf_counter()
     files = AttemptFiles(attempt, staged, tools, joint)
@@ -218,10 +212,7 @@ def _write_own(
     contents: Iterable[FileToWrite],
     overlapped: Overlapped | None,
 ) -> None:
-    """Write the files of this rank, and wait until they are durable and all of it was copied.
-
-    In the save thread.
-    """
+    """In the save thread: write this rank's files; wait until all is copied and durable."""
     files.prepare_files(request)
     files.write_attempt_files(contents)
     request.timings["stage_s"] += files.staged.transfer.waited_s
@@ -298,10 +289,7 @@ class AttemptFiles:
             yield self._file(layout.tree_file(component), BytesContent(tree), encoding)
 
     def iterate_tensor_files(self) -> Iterator[FileToWrite]:
-        """Yield the tensor files to write, and link unchanged ones from an earlier checkpoint.
-
-        In the save thread.
-        """
+        """In the save thread: yield the tensor files to write; link unchanged ones instead."""
         compressing = self.tools.compressing
         for known in self.staged.all_files:
             if not self._link_unchanged(known):
@@ -443,20 +431,14 @@ class AttemptFiles:
         )
 
     def record_commit(self, manifest: Manifest, request: SaveRequest) -> None:
-        """Remember the files of a committed save for links, and how fast they were written.
-
-        In the save thread.
-        """
+        """In the save thread: remember the committed files for links, and the speed of writing."""
         own = [file.name for file in self.own if file.name not in self.of_others]
         self.tools.links.record_linkable_files(self.attempt.folder, manifest, self.stored, own)
         self.tools.compressing.record_commit(self._nbytes_written, request.timings["write_s"])
 
 
 def write_index(files: AttemptFiles) -> None:
-    """Write the index of all files of a save, and compare their sizes with the bytes written.
-
-    In the save thread.
-    """
+    """In the save thread: write the index of all files, and compare their sizes."""
     folder, store = files.attempt.folder, files.tools.store
     index = files.index()
     files.progress.enter(SavePhase.WRITING, f"{folder}/{layout.INDEX}")
@@ -493,10 +475,7 @@ def manifest_of(
     files: AttemptFiles,
     world_size: int,
 ) -> Manifest:
-    """Make the manifest of a save whose files and index are written; `kinds`: by component.
-
-    In the save thread.
-    """
+    """In the save thread: make the manifest of a save whose files and index are written."""
     components = {name: files.make_entry(name, kind) for name, kind in kinds.items()}
     listed = [name for entry in components.values() for name in entry.files]
     return Manifest(

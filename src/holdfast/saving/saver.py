@@ -117,11 +117,7 @@ class Saver:
         """Whether the run was rolled back to `standing`."""
 
     def prepare_save(self, captured: Captured, *, is_awaited: bool = False) -> Staged:
-        """Allocate memory for a captured state, copy small tensors, and plan the other copies.
-
-        In the training thread. No save may be under way. `is_awaited`: training waits for the
-        commit anyway.
-        """
+        """In the training thread: allocate memory, copy small tensors, plan the other copies."""
         if self._overlapped is not None:
             self._overlapped.wait_for_copy("the next save", self.timeout_s)
         if self._staged is not None:
@@ -206,11 +202,7 @@ class Saver:
         self._job = self._background.submit(self.chores.after_claim)
 
     def wait_until_idle(self, timeout_s: float) -> None:
-        """Wait until save and callbacks in the background have ended; ignores a failed save.
-
-        Raises:
-            DeadlineExceeded: says what is still being done.
-        """
+        """Wait until save and callbacks have ended, or raise `DeadlineExceeded`."""
         if self._job is None:
             return
         try:
@@ -262,10 +254,7 @@ class Saver:
 
 
 class SaveTask:
-    """One staged save as a list of phases, which the save thread runs.
-
-    They are in `pending.progress`, which the save shares with its messages among ranks.
-    """
+    """One staged save as a list of phases, those of `pending.progress`, run by the save thread."""
 
     def __init__(
         self,
@@ -285,10 +274,7 @@ class SaveTask:
         self._overlapped = overlapped
 
     def run(self) -> None:
-        """Write and commit the save, and do the housekeeping; `pending` gets the outcome.
-
-        In the save thread.
-        """
+        """In the save thread: write, commit and clean up; `pending` gets the outcome."""
         began = time.perf_counter()
         pending, saver, joint, step = self._pending, self._saver, self._joint, self._pending.step
         joint.is_under_way = True
@@ -339,10 +325,7 @@ class SaveTask:
         self._saver.chores.after_failure()
 
     def _describe_failure(self, error: BaseException) -> BaseException:
-        """Return the error for the caller: `Superseded` if another process now owns the run.
-
-        Checked first, as files may then be missing, or the manifest's key taken, for that reason.
-        """
+        """Return `Superseded` if another process now owns the run, which explains other errors."""
         if isinstance(error, OwnershipError):
             return error
         committed = None if isinstance(error, OutcomeUnknown) else False
@@ -360,10 +343,7 @@ class SaveTask:
         return _save_failed(error, step, "Training can continue")
 
     def _record_changed(self) -> dict[str, bytes]:
-        """Record which tensors changed, before the next save reuses the memory. Never raises.
-
-        Returns the block digests of each file whose tensors are expected not to change.
-        """
+        """Record which tensors changed; return digests of files expected not to. Never raises."""
         try:
             self._saver.stager.record_changed_tensors(self._staged)
             return {

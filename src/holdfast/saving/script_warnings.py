@@ -90,10 +90,7 @@ class ScriptWarnings:
         self._lacks_due = False
 
     def of_omitted(self, captured: Captured, stepped: Sequence[Stepped]) -> None:
-        """Warn, once, of optimizers, schedulers, scalers and averages that are used and not saved.
-
-        Averages are looked for at the saves 1, 2, 4, 8, … since that takes long.
-        """
+        """Warn, once, of trained objects that are not saved, averages at ever rarer saves."""
         if self._omitted_due and not is_of_trainer(self._state):
             saved, grown = captured.addresses, list[AveragedModel]()
             self._num_saves += 1
@@ -107,10 +104,7 @@ class ScriptWarnings:
                 self._emit("warning", f"{self._url}: {OMITTED.format(', '.join(classes))}")
 
     def of_workers(self) -> None:
-        """Warn, once, of workers whose seed is drawn in each process anew.
-
-        A loader may be made or first used after the first save: look again if processes have begun.
-        """
+        """Warn, once, of workers whose seed is drawn in each process anew, also at later saves."""
         # Trainers put the generators back after a validation.
         if not self._workers_due or is_of_trainer(self._state):
             return

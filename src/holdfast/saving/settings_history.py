@@ -87,10 +87,7 @@ class SettingsHistory:
 
 
 def as_text(value: object) -> str:
-    """Format a setting so that equal ones of two processes have one text, of bounded length.
-
-    What is no Unicode, such as a path in another encoding, is escaped.
-    """
+    """Format a setting, the same in all processes, as Unicode of bounded length."""
     text = escaped(value if isinstance(value, str) else _stable(value))
     if len(text) <= _MAX_LENGTH:
         return text
@@ -135,10 +132,7 @@ def _versions(numerics: Mapping[str, Any], environment: Mapping[str, Any]) -> di
 
 
 def numerics(world_size: int = 1) -> dict[str, Any]:
-    """Read the torch and device settings that bit-exact results depend on (invariant 7).
-
-    Never initialises a device.
-    """
+    """Read settings that bit-exact results depend on (invariant 7). Never initialises a device."""
     found: dict[str, Any] = {
         "torch": str(torch.__version__),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -177,10 +171,7 @@ def _setting(read: Callable[[], Any]) -> Any:
 
 
 def differences(stored: Mapping[str, Any], live: Mapping[str, Any]) -> tuple[str, ...]:
-    """List the settings that differ from the stored ones, which can break bit-exact resumes.
-
-    A checkpoint without any was imported: how it was computed is not known.
-    """
+    """List the settings that differ from stored ones, if any are, as an imported state has none."""
     if not stored:
         return ()
     return tuple(

@@ -175,10 +175,7 @@ class StepBoundary:
         )
 
     def check_captured_step(self, captured: Captured, step: int) -> tuple[str, ...]:
-        """Warn if the captured state is not that of a step boundary.
-
-        Returns reasons not to resume from it. A part of the state without optimizers is not judged.
-        """
+        """Warn of a state that is not of a step boundary; return reasons not to resume from it."""
         if not self._driven or not self._components <= captured.components.keys():
             return ()
         half = [one for one in [*self._running.values()] if one.is_half_done()]
@@ -280,11 +277,7 @@ class StepBoundary:
             self._suspected = _Suspected(step, [(one, weakref.ref(grad)) for one, grad in changed])
 
     def _judge_gradients(self, *, is_last: bool = False) -> None:
-        """Warn if gradients that a save has left out were not dropped since.
-
-        They are dropped after a step that a loss scaler skipped, for example. `is_last`: no step
-        will show it any more.
-        """
+        """Warn if gradients that a save left out were not dropped since, by any step."""
         suspected, self._suspected = self._suspected, None
         if suspected is None:
             return

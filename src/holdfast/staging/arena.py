@@ -49,10 +49,7 @@ class Arena:
         starts: Sequence[int] | Column,
         nbytes: Column | None = None,
     ) -> list[torch.Tensor]:
-        """Create views of the arena with the specs' dtypes and shapes, at byte offsets `starts`.
-
-        They keep the memory alive. `nbytes`: the sizes of the tensors, if the caller knows them.
-        """
+        """Create views of the arena, which keep it alive, with the specs' dtypes and shapes."""
         if not len(specs):
             return []
         # One view for each run of equal dtype, split in one call: a call of torch takes longer than

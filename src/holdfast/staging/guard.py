@@ -90,13 +90,7 @@ def guard(
     addresses: Sequence[int] | None = None,
     takes_samples: bool = False,
 ) -> Guarded:
-    """Record versions and addresses of tensors, named by component and key, before their copy.
-
-    `addresses`: those of the tensors, if the caller knows; else read from each tensor.
-
-    Raises:
-        RuntimeError: one of them is an inference tensor, which has no version.
-    """
+    """Record versions and addresses of tensors before their copy."""
     return Guarded(
         keys=keys,
         tensors=tensors,
@@ -136,8 +130,7 @@ class Overlapped:
         places: Mapping[Place, Tensor] | None = None,
         on_success: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare a copy. `on_device`: those of `copies` that a device makes; `places`: their
-        targets, if samples of them are compared too; `on_success`: callback after a success."""
+        """Prepare a copy; `places` are its targets, if samples of them are compared too."""
         self.step = step
         self.copied: Future[None] = Future()
         """Resolves when all is copied and no tensor was changed meanwhile; else has the error."""
@@ -174,10 +167,7 @@ class Overlapped:
             self.copied.set_exception(error)
 
     def hold(self, who: str, timeout_s: float) -> None:
-        """Wait until training may change the guarded tensors.
-
-        If all are on a device, its current stream waits instead of the host.
-        """
+        """Wait, or let the current stream wait, until training may change the guarded tensors."""
         for copy in self._on_device:
             copy.hold_current_stream()
         if self._is_all_on_device:

@@ -125,10 +125,7 @@ class Runs:
 
 
 class SmallRuns:
-    """Small contiguous host tensors of one file, copied in one call.
-
-    Kept from save to save with their addresses in the image, so that a save does nothing for each.
-    """
+    """Small contiguous host tensors of a file, copied in one call; kept from save to save."""
 
     def __init__(self, image: FileImage, places: Sequence[tuple[int, int]]) -> None:
         """`places`: each tensor's number in the file, and its number in the component."""

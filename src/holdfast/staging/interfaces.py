@@ -180,10 +180,7 @@ class StagingTransfer(Protocol):
         ...
 
     def cancel_copying(self, error: BaseException) -> None:
-        """Stop copying, because training continues: the save of the state fails with `error`.
-
-        In waves, waits for the block that is being copied right now.
-        """
+        """Stop copying, because training continues: the save of the state fails with `error`."""
         ...
 
     def wait_for_threads(self, timeout_s: float) -> None:

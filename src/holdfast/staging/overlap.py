@@ -57,11 +57,7 @@ class Overlap:
             self.step_guard.register_hook()
 
     def guard(self, captured: Captured) -> Guarded:
-        """Choose and record the tensors that are copied during training.
-
-        There are none if something changes tensors that cannot be made to wait; then a warning is
-        logged once.
-        """
+        """Record the tensors that are copied in training: none if some cannot be made to wait."""
         if not self._mode:
             return Guarded(keys={})
         reason = why_not_overlap(self._state, self.step_guard)
@@ -132,10 +128,7 @@ class Overlap:
         step: int,
         on_success: Callable[[], None],
     ) -> Overlapped | None:
-        """Prepare the copy of the guarded tensors, which the caller starts; None if there are none.
-
-        Optimizer steps are delayed until it is done; on success `on_success` is called.
-        """
+        """Prepare the copy of the guarded tensors, which delays steps; None if there are none."""
         transfer = staged.transfer
         if not guarded.tensors or not isinstance(transfer, ImageTransfer):
             return None

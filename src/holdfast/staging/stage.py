@@ -99,10 +99,7 @@ class Stager:
         self._plans: dict[str, _CopyPlan] = {}
 
     def takes_waves(self, captured: Captured) -> bool:
-        """Whether the state is staged in waves, because it is larger than the memory budget.
-
-        After the first such state all are staged in waves, also smaller ones.
-        """
+        """Whether the state, or an earlier one, is larger than the memory budget."""
         if self._budget is None or self._is_in_waves:
             return self._is_in_waves
         parts = captured.components
@@ -242,10 +239,7 @@ class Stager:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CopyPlan:
-    """When the tensors of a component are copied: now, or later during training.
-
-    By image: the position of each tensor in the file, and its number in the component.
-    """
+    """Positions in the file and numbers of tensors that are copied now, or later in training."""
 
     keys: Collection[str]
     """Keys of the tensors that are copied later."""
@@ -297,10 +291,7 @@ def _add_all(
     now: list[Work],
     later: list[Work],
 ) -> list[UntypedStorage]:
-    """Copy the small tensors of all images, plan the copies of others, begin those by devices.
-
-    Returns the storages that must be kept alive, as `now` copies from them.
-    """
+    """Copy small tensors and begin all other copies; return storages to keep alive for them."""
     held: list[UntypedStorage] = []
     with torch.inference_mode(False), torch.no_grad():
         for image in images:
