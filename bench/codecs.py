@@ -30,8 +30,9 @@ from bench.goals import CODEC_GOALS
 from bench.machine import drop_cache
 from bench.report import megabytes, number, percent, results_table, seconds, table, times
 from bench.results import Figures, Outcome, Results
-from holdfast import CheckpointManager, Compression, Last
+from holdfast import CheckpointManager, Last
 from holdfast.events import Event
+from holdfast.format.codec import Compression
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.store.local import LocalStore
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from holdfast import CheckpointManager, Compression, reading
+from holdfast import CheckpointManager, reading
 from holdfast.cli.app import app
 from holdfast.errors import CorruptData, NoUsableCheckpoint, UnsupportedVersion, UsageError
 from holdfast.format import codec, frames
+from holdfast.format.codec import Compression
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.maintenance.verify import verify, verify_root
 from holdfast.root.catalog import Catalog

@@ -275,7 +275,8 @@ Trainer(
 """,
     "codec": """
 import torch
-from holdfast import CheckpointManager, Compression
+from holdfast import CheckpointManager
+from holdfast.format.codec import Compression
 from holdfast.saving.compression import candidates
 from holdfast.errors import UsageError
 state = {"model": {"w": torch.arange(3 << 20).float()}}

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from holdfast.checkpoints import Checkpoints as Checkpoints
     from holdfast.checkpoints import StateHooks as StateHooks
     from holdfast.control.stop import Stop as Stop
-    from holdfast.format.codec import Compression as Compression
     from holdfast.interop.lazy import load_file as load_file
     from holdfast.keys import Encryption as Encryption
     from holdfast.loading.cached_store import CachedStore as CachedStore
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
     from holdfast.policy.triggers import WallClock as WallClock
     from holdfast.policy.triggers import When as When
     from holdfast.results import Checkpoint as Checkpoint
+    from holdfast.state.attributes import Attributes as Attributes
     from holdfast.state.components import PerRank as PerRank
     from holdfast.store import open_store as open_store
     from holdfast.store.local.store import LocalStore as LocalStore
@@ -62,6 +62,7 @@ _HOMES = {
     "At": "holdfast.policy.triggers",
     "AtEnd": "holdfast.policy.triggers",
     "AtStart": "holdfast.policy.triggers",
+    "Attributes": "holdfast.state.attributes",
     "Auto": "holdfast.policy.auto",
     "Best": "holdfast.policy.rules",
     "Budget": "holdfast.policy.rules",
@@ -70,7 +71,6 @@ _HOMES = {
     "Checkpoint": "holdfast.results",
     "CheckpointManager": "holdfast.manager",
     "Checkpoints": "holdfast.checkpoints",
-    "Compression": "holdfast.format.codec",
     "Daily": "holdfast.policy.rules",
     "Encryption": "holdfast.keys",
     "Every": "holdfast.policy.triggers",

@@ -59,8 +59,8 @@ from holdfast.threads.buffers import collector_paused
 _UPLOADS_END_S = 6.0
 """Time that a stop's grace keeps for ending the uploads under way, and for releasing the run."""
 _OMITTED = (
-    "Keep it out of the state, or, if the script makes it anew, let StateHooks(edit_save=…) leave "
-    "it out of each save (docs/saving.md)"
+    "Convert it by holdfast.Attributes.of(getter, setter), or keep it out of the state. If the "
+    "script makes it anew, let StateHooks(edit_save=…) leave it out of each save (docs/saving.md)"
 )
 
 NEVER_QUIET = (0, 0.0)

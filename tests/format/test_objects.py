@@ -13,7 +13,7 @@ import struct
 import sys
 import time
 import zoneinfo
-from collections import Counter, OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +37,7 @@ from holdfast.format.nodes import (
     TensorRef,
     are_tensors,
 )
-from holdfast.format.objects import Refused, decode_tree, document
+from holdfast.format.objects import DequeItems, Refused, decode_tree, document
 
 
 class Color(enum.Enum):
@@ -227,6 +227,17 @@ def test_each_node_is_written_as_the_format_page_says(tree: Any, text: str) -> N
     data = encode_tree(tree)
     assert data == b'{"holdfast":1,"tree":' + text.encode() + b"}"
     assert identical(tree, decode_tree(data, what="w"))
+
+
+def test_a_deque_is_written_as_the_format_page_says_and_comes_back_as_its_items() -> None:
+    inner: list[int] = []
+    data = encode_tree([deque([1, inner], 4), deque([inner])])
+    expected = b'[{"$deque":[4,[1,[]]]},{"$deque":[null,[{"$same":2}]]}]'
+    assert data == b'{"holdfast":1,"tree":' + expected + b"}"
+    first, second = decode_tree(data, what="w")
+    assert (first, first.maxlen, second, second.maxlen) == ([1, []], 4, [[]], None)
+    assert second[0] is first[1]
+    assert type(first) is type(second) is DequeItems
 
 
 def test_an_enum_comes_back_as_its_name_and_is_never_imported() -> None:
@@ -556,6 +567,13 @@ HOSTILE = [
     '{"$dict": [[{"$tuple": [[1]]}, 2]]}',
     '{"$counter": [["a", 1], ["a", 2]]}',
     '{"$ordered": [[{"$dict": []}, 2]]}',
+    '{"$deque": [1]}',
+    '{"$deque": [true, []]}',
+    '{"$deque": [-1, []]}',
+    '{"$deque": [1, [1, 2]]}',
+    '{"$deque": [9223372036854775808, []]}',
+    '{"$deque": [1, {}]}',
+    '{"$set": [{"$deque": [null, []]}]}',
     '[[1], {"$dict": [[{"$same": 1}, 2]]}]',
     '[{"$tuple": [1]}, {"$set": [{"$same": 1}]}]',
     '[{"$same": 0}]',
@@ -675,7 +693,7 @@ def test_a_wounded_tree_raises_nothing_but_our_errors(tree: Any, seed: int) -> N
 KINDS = [
     *("$float", "$bytes", "$tuple", "$set", "$frozenset", "$dict", "$ordered", "$counter"),
     *("$enum", "$path", "$timedelta", "$datetime", "$scalar", "$tensor", "$array", "$dtype"),
-    *("$device", "$size", "$generator", "$same"),
+    *("$device", "$size", "$generator", "$same", "$deque"),
 ]
 NODES = st.recursive(
     st.none()

@@ -7,7 +7,7 @@ makes them from live objects (`lower`) and converts them back (`lift`).
 from __future__ import annotations
 
 import enum
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby, repeat
 from operator import contains, itemgetter, methodcaller
@@ -59,6 +59,12 @@ LiftTensors: TypeAlias = Callable[[Sequence[TensorRef]], Sequence[Any]]
 
 RANKS = "$ranks"
 """Node at the root of a tree of which each rank has its own: the list of them."""
+
+
+class DequeItems(list[Any]):
+    """The items of a stored deque, in order; `lift` does not convert it."""
+
+    maxlen: int | None = None
 
 
 class TreeDocument:
@@ -284,6 +290,9 @@ class _TreeEncoder:
     def write_counter(self, value: Counter[Any], path: str, level: int) -> Any:
         return {"$counter": self._encode_pairs(value, path, level)}
 
+    def write_deque(self, value: deque[Any], path: str, level: int) -> Any:
+        return {"$deque": [value.maxlen, self.write_list(value, path, level + 2)]}
+
     def write_set(self, value: Iterable[Any], path: str, level: int) -> Any:
         return {"$set": self._members(value, path, level)}
 
@@ -428,6 +437,8 @@ class _TreeDecoder:
     def _collection(self, name: str, nodes: list[Any]) -> Any:
         if name == "$tuple":
             return tuple(self._items(nodes))
+        if name == "$deque":
+            return self._read_deque(nodes)
         items = self._keys(nodes) if name in ("$set", "$frozenset") else self._decode_pairs(nodes)
         try:
             value = _COLLECTIONS[name](items)
@@ -436,6 +447,17 @@ class _TreeDecoder:
         if len(value) != len(items):
             raise self._error("a key or a member of a set appears twice")
         return Counter(value) if name == "$counter" else value
+
+    def _read_deque(self, argument: list[Any]) -> DequeItems:
+        match argument:
+            case [maxlen, list() as nodes] if maxlen is None or type(maxlen) is int:
+                found = DequeItems(self._items(nodes))
+            case _:
+                raise self._error("a malformed $deque node")
+        if maxlen is not None and not len(found) <= maxlen < 2**63:
+            raise self._error(f"a $deque node of {len(found)} items in {str(maxlen)[:40]}")
+        found.maxlen = maxlen
+        return found
 
     def _items(self, nodes: list[Any]) -> list[Any]:
         decode = self.decode
@@ -604,9 +626,11 @@ _CONTAINERS: dict[type, Callable[[_TreeEncoder, Any, str, int], Any]] = {
     Counter: _TreeEncoder.write_counter,
     set: _TreeEncoder.write_set,
     frozenset: _TreeEncoder.write_frozenset,
+    deque: _TreeEncoder.write_deque,
 }
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
     "$tuple": tuple,
+    "$deque": DequeItems,
     "$set": set,
     "$frozenset": frozenset,
     "$dict": dict,
@@ -619,6 +643,6 @@ _INNER_READERS: dict[str, Callable[[_TreeDecoder, Any], Any]] = {
     "$generator": _TreeDecoder.read_generator,
 }
 _NEVER_KEYS = (TensorRef, ArrayRef, GeneratorState)
-_NEVER_IN_KEYS = ("$tensor", "$array", "$generator", "$same")
+_NEVER_IN_KEYS = ("$tensor", "$array", "$generator", "$same", "$deque")
 _MAYBE_NAN = (b'{"$float"', b'{"$scalar"')
 _LIFTED = frozenset({"$array", "$dtype", "$device", "$size"})

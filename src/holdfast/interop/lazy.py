@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from typing_extensions import Self, override
 from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
 from holdfast.format.nodes import NUMPY_DTYPES, ArrayRef, GeneratorState, TensorRef
+from holdfast.format.objects import DequeItems
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.comparing.numbers import floats
 from holdfast.interop.opening import open_source
@@ -254,6 +256,8 @@ def _lifted(source: Source, component: str, node: Any) -> Any:
         return LazyTensor(source, component, source.parts[component].specs[node.key])
     if isinstance(node, dict):
         return {name: _lifted(source, component, inner) for name, inner in node.items()}
+    if isinstance(node, DequeItems):
+        return deque((_lifted(source, component, inner) for inner in node), node.maxlen)
     if isinstance(node, list | tuple):
         return type(node)(_lifted(source, component, inner) for inner in node)
     if isinstance(node, GeneratorState):

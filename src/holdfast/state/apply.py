@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import HoldfastError, MismatchError, UsageError
 from holdfast.state import modules, optimizers
+from holdfast.state.attributes import Attributes
 from holdfast.state.components import (
     RNG,
     ParameterNames,
@@ -21,7 +22,14 @@ from holdfast.state.components import (
 )
 from holdfast.state.planning.copying import Stored, UnreadTensor
 from holdfast.state.planning.merge import Claims
-from holdfast.state.planning.plans import GeneratorPlan, LoadPlan, ObjectPlan, RngPlan, TreePlan
+from holdfast.state.planning.plans import (
+    AttributesPlan,
+    GeneratorPlan,
+    LoadPlan,
+    ObjectPlan,
+    RngPlan,
+    TreePlan,
+)
 from holdfast.state.selection import (
     NOT_LOADED,
     WHOLE,
@@ -110,7 +118,7 @@ class Prepared:
         finally:
             self.unrestored = _unrestored(plans)
         self.notes += claims.notes
-        self.lost += claims.separated
+        self.lost += claims.warnings
         self._is_ready = True
 
     @property
@@ -363,5 +371,5 @@ def _plan(
         return optimizers.OptimizerPlan(name, inspected, stored.tensors)
     if kind == "generator":
         return None if selection.is_excluded(name) else GeneratorPlan(name, live, stored.tensors)
-    plan = TreePlan if kind == "tree" else ObjectPlan
-    return plan(name, live, stored.tensors)
+    plan = ObjectPlan if kind == "object" else TreePlan
+    return (AttributesPlan if isinstance(live, Attributes) else plan)(name, live, stored.tensors)

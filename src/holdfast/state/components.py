@@ -6,6 +6,7 @@ leave it out, because a checkpoint must fit the same model with and without them
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -20,6 +21,7 @@ from holdfast.format import layout
 from holdfast.format.layout import check_component
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
+from holdfast.state.attributes import Attributes
 from holdfast.state.leaves import in_place_of
 from holdfast.state.shards import LocalShards
 
@@ -144,7 +146,7 @@ def kind_of(value: Any) -> Kind:
         return "object"
     if isinstance(value, dict) and _is_of_an_object(value):
         raise UsageError(_OF_AN_OBJECT)
-    if isinstance(value, dict | list):
+    if isinstance(value, dict | list | deque | Attributes):
         return "tree"
     if isinstance(value, DataLoader):
         raise UsageError(in_place_of(value))
@@ -154,8 +156,9 @@ def kind_of(value: Any) -> Kind:
         )
     raise UsageError(
         f"a {type(value).__qualname__} cannot be a component: it must be a module, an optimizer, "
-        "a generator, an object with state_dict and load_state_dict, or a dict or list, which "
-        "resume refills in place"
+        "a generator, an object with state_dict and load_state_dict, or a dict, list or deque, "
+        "which resume refills in place. For attributes of your own object, give "
+        'holdfast.Attributes(it, "name", …); put a value or an array into a dict'
     )
 
 

@@ -5,6 +5,7 @@ Handles tensors, arrays, dtypes, devices and generators. `format.objects` handle
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -28,7 +29,14 @@ from holdfast.format.nodes import (
     SizeTuple,
     TensorRef,
 )
-from holdfast.format.objects import Refused, TreeDocument, decode_beside, decode_tree, document
+from holdfast.format.objects import (
+    DequeItems,
+    Refused,
+    TreeDocument,
+    decode_beside,
+    decode_tree,
+    document,
+)
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.collecting import Leaves
@@ -164,13 +172,15 @@ def _array_refusal(array: np.ndarray[Any, Any]) -> str | None:
 
 
 def _as_tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    native = array.dtype.isnative
-    has_torch_strides = all(
-        stride >= 0 and stride % array.itemsize == 0 for stride in array.strides
-    )
-    if not (native and has_torch_strides and array.flags.writeable and array.flags.aligned):
+    if not is_torch_memory(array):
         array = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
     return torch.from_numpy(array)
+
+
+def is_torch_memory(array: np.ndarray[Any, Any]) -> bool:
+    """Whether a writable tensor can share the memory of an array."""
+    strides = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    return array.dtype.isnative and strides and array.flags.writeable and array.flags.aligned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,6 +385,8 @@ class Lifting:
             return made
         if isinstance(value, torch.Size):
             return value
+        if isinstance(value, DequeItems):
+            return deque(map(self.lift_tree, value), value.maxlen)
         return type(value)(self.lift_tree(item) for item in value)
 
     def lift_generator(self, node: GeneratorState) -> Any:

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from holdfast.format.nodes import ArrayRef, EnumValue, GeneratorState, TensorRef
-from holdfast.format.objects import join_path
+from holdfast.format.objects import DequeItems, join_path
 
 SHOWN_LENGTH = 60
 """Most characters of a value in a report."""
@@ -64,7 +64,7 @@ def differences(a: Any, b: Any, path: str, ignores: Callable[[str], bool]) -> It
     elif isinstance(a, Mapping) and isinstance(b, Mapping):
         yield from _of_mappings(a, b, path, ignores)
     elif isinstance(a, list | tuple) and type(a) is type(b):
-        yield from _of_mappings(dict(enumerate(a)), dict(enumerate(b)), path, ignores)
+        yield from _of_mappings(_by_place(a), _by_place(b), path, ignores)
     elif isinstance(a, GeneratorState) and isinstance(b, GeneratorState) and a.kind == b.kind:
         yield from _of_generators(a, b, path, ignores)
     elif not is_identical(a, b):
@@ -72,6 +72,11 @@ def differences(a: Any, b: Any, path: str, ignores: Callable[[str], bool]) -> It
         yield ValueDifference(path=_strip_colon(path), a=format_value(a), b=format_value(b))
         yield from _alone(a, path, is_a=True)
         yield from _alone(b, path, is_a=False)
+
+
+def _by_place(items: list[Any] | tuple[Any, ...]) -> dict[Any, Any]:
+    of_deque = {"maxlen": items.maxlen} if isinstance(items, DequeItems) else {}
+    return {**dict(enumerate(items)), **of_deque}
 
 
 def format_value(value: Any) -> str:

@@ -32,7 +32,7 @@ from holdfast.format.nodes import (
     SizeTuple,
     TensorRef,
 )
-from holdfast.format.objects import join_path
+from holdfast.format.objects import DequeItems, join_path
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.exporting.files import PlannedFile
 from holdfast.interop.exporting.weights import Report
@@ -205,6 +205,8 @@ class Values:
                 self.value(component, item, join_path(path, place))
                 for place, item in enumerate(node)
             ]
+            if isinstance(node, DequeItems):
+                return self._note_change(path, "a deque", "a list", items)
             return items if isinstance(node, list) else tuple(items)
         if isinstance(node, frozenset):
             return self._note_change(path, "a frozenset", "a set", {*node})

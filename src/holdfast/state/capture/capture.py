@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from holdfast.errors import HoldfastError, UnsupportedState
 from holdfast.format.objects import TreeDocument
 from holdfast.state import modules, optimizers
+from holdfast.state.attributes import content_of
 from holdfast.state.capture import lacking as held
 from holdfast.state.capture.byrank import BY_RANK
 from holdfast.state.capture.recall import CaptureCache, Irregular, PredictedStateDict, foresee
@@ -189,7 +190,7 @@ class Capturer:
             return self._optimizer(name, value)
         if kind == "object":
             self._discard_foreseen()
-        content = _call_state_dict(name, value) if kind == "object" else value
+        content = _call_state_dict(name, value) if kind == "object" else content_of(name, value)
         walked = None if kind == "generator" else content
         recalled = self._recalled(name, kind, walked, None)
         if recalled is not None:

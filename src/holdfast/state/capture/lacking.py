@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from holdfast.state import optimizers
+from holdfast.state.attributes import content_of
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import (
     ParameterNames,
@@ -298,7 +299,7 @@ def refusals(state: Mapping[str, Any]) -> list[tuple[str, str]]:
         elif kind == "module":
             encoded(_entries_of(value), leaves)
         elif kind == "tree":
-            encoded(value, leaves)
+            encoded(content_of(component, value), leaves)
         elif isinstance(value, LRScheduler) and _is_of_torch(type(value).state_dict):
             encoded(value.state_dict(), leaves)
         found += [item for item in leaves.offenders if item[1] not in PASSING]

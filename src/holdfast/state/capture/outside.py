@@ -14,7 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
+from holdfast.state.attributes import Attributes
 from holdfast.state.capture.capture import Captured
 from holdfast.state.components import cleaner_of, is_of_fsdp, unwrap_module
 from holdfast.state.leaves import PLAIN_TYPES, refusal
@@ -121,29 +122,39 @@ class OutsideState:
         return type(now.value) is int and has_risen and (had_risen or is_first)
 
     def _marks(self) -> dict[str, _Mark]:
-        components = {id(value) for value in self._state.values()}
+        values = self._state.values()
+        kept = _Kept({*map(id, values)}, [one for one in values if isinstance(one, Attributes)])
         return {
             name: mark
             for component, value in self._state.items()
-            for name, mark in _marks_of(component, value, components)
+            for name, mark in _marks_of(component, value, kept)
         }
 
 
-def _marks_of(
-    component: str, value: Any, components: Collection[int]
-) -> Iterator[tuple[str, _Mark]]:
+class _Kept(NamedTuple):
+    """Components of the state: their ids, and attributes of other objects."""
+
+    ids: Collection[int]
+    attributes: Collection[Attributes]
+
+    def holds(self, owner: object, name: str, value: object) -> bool:
+        """Whether an attribute is or has a component."""
+        return id(value) in self.ids or any(one.holds(owner, name) for one in self.attributes)
+
+
+def _marks_of(component: str, value: Any, kept: _Kept) -> Iterator[tuple[str, _Mark]]:
     if isinstance(value, nn.Module):
         module = unwrap_module(value)
         cleaner = cleaner_of(module)
         for raw, inner in module.named_modules():
             if not _saves_more(inner):
                 path = f"{component}.{cleaner.clean(raw)}".rstrip(".")
-                yield from _attributes(path, inner, components, is_sure=False)
+                yield from _attributes(path, inner, kept, is_sure=False)
     elif isinstance(value, Optimizer):
         if not type(value).__module__.startswith("torch."):
-            yield from _attributes(component, value, components, is_sure=True)
+            yield from _attributes(component, value, kept, is_sure=True)
     elif hasattr(value, "state_dict") and not hasattr(value, "__iter__") and _is_of_user(value):
-        yield from _attributes(component, value, components, is_sure=False)
+        yield from _attributes(component, value, kept, is_sure=False)
 
 
 def _is_of_user(value: Any) -> bool:
@@ -165,13 +176,13 @@ def _saves_more(inner: nn.Module) -> bool:
 
 
 def _attributes(
-    path: str, owner: Any, components: Collection[int], *, is_sure: bool
+    path: str, owner: Any, kept: _Kept, *, is_sure: bool
 ) -> Iterator[tuple[str, _Mark]]:
     is_framework = any(kind.__module__.startswith(_FRAMEWORKS) for kind in type(owner).__mro__)
     declared = _declared(owner)
     for name, value in getattr(owner, "__dict__", {}).items():
         is_private = is_framework and name.startswith("_")
-        if name in _OF_TORCH or name in declared or is_private or id(value) in components:
+        if name in _OF_TORCH or name in declared or is_private or kept.holds(owner, name, value):
             continue
         yield from _marks_in(f"{path}.{name}", value, is_sure, 0)
 
@@ -258,8 +269,9 @@ def format_outside_state(names: Sequence[str]) -> str:
     """Format the warning of state outside of the components."""
     return (
         f"attributes that change in training are in no component: {shortened(names, 10)}. "
-        "A resume begins with their first values. Make them buffers of a module, save them with "
-        "get_extra_state() or state_dict(), or put their owner into the state as a component. "
+        "A resume begins with their first values. Put them into the state, as in "
+        'holdfast.Attributes(model, "name"), make them buffers, or save them with '
+        "get_extra_state() or state_dict(). "
         "Name those that the script computes again in an attribute of their owner: "
         'not_state = ("name", …)'
     )

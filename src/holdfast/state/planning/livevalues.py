@@ -7,7 +7,7 @@ from the live state only; no class is imported by a name in a file.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from enum import Enum, Flag
@@ -153,7 +153,7 @@ class _Keeping:
         if isinstance(stored, dict):
             self._dict(stored, live if isinstance(live, dict) else {}, path)
         else:
-            self._list(stored, live if isinstance(live, list) else [], path)
+            self._list(stored, [*live] if isinstance(live, list | deque) else [], path)
 
     def _dict(self, stored: dict[Any, Any], live: dict[Any, Any], path: str) -> None:
         for key, name in names_of_keys(dict.fromkeys([*stored, *live])).items():
@@ -320,7 +320,7 @@ class Destinations:
 
 
 def _has_dtensors(value: Any, seen: set[int]) -> bool:
-    if not isinstance(value, dict | list | tuple):
+    if not isinstance(value, dict | list | tuple | deque):
         return is_dtensor(value)
     if id(value) in seen:
         return False
@@ -334,7 +334,7 @@ def _has_dtensors(value: Any, seen: set[int]) -> bool:
 def _item(live: Any, name: Any) -> Any:
     if isinstance(live, dict):
         return dict.get(live, name)
-    is_there = isinstance(live, list | tuple) and isinstance(name, int) and name < len(live)
+    is_there = isinstance(live, list | tuple | deque) and isinstance(name, int) and name < len(live)
     return live[name] if is_there else None
 
 

@@ -7,6 +7,7 @@ into, containers refilled, generators set. Two stored values are never put into 
 from __future__ import annotations
 
 from bisect import bisect, insort
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -19,10 +20,18 @@ from torch import Tensor
 
 from holdfast.errors import MismatchError, listing
 from holdfast.format.nodes import ArrayRef, EnumValue, GeneratorState, TensorRef
-from holdfast.format.objects import join_path
+from holdfast.format.objects import DequeItems, join_path
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
-from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES, identity, local_of, refusal, span
+from holdfast.state.leaves import (
+    DTYPE_NAMES,
+    NUMPY_DTYPES,
+    TORCH_DTYPES,
+    identity,
+    local_of,
+    refusal,
+    span,
+)
 from holdfast.state.planning.copying import (
     Fetching,
     LazyTensors,
@@ -39,6 +48,7 @@ from holdfast.state.selection import shortened
 from holdfast.state.trees import (
     Lifting,
     check_fit,
+    is_torch_memory,
     owned,
     placed,
     present_device,
@@ -76,6 +86,8 @@ _SHARED = "shared with another name here, but not in the checkpoint: it became o
 _OVERLAPS = "overlapped another live value and now has memory of its own, no longer shared"
 _OF_MODULE = "is the memory of a module here, so it got memory of its own"
 _MOVED = "saved on another device, copied to where the live tensor is"
+
+_MAXLEN = "the deque keeps maxlen"
 
 _ALIGNMENT = 16
 """A multiple of the size of every element."""
@@ -183,9 +195,9 @@ class Claims:
         return (*shared, *self._messages)
 
     @property
-    def separated(self) -> tuple[str, ...]:
-        """The notes on overlapping memory, which is no longer shared after the load."""
-        return tuple(note for note in self.notes if _OVERLAPS in note)
+    def warnings(self) -> tuple[str, ...]:
+        """The notes on memory that is shared no more, and on other limits of deques."""
+        return tuple(note for note in self.notes if _OVERLAPS in note or _MAXLEN in note)
 
     def assign(self, path: str, live: Tensor, stored: Stored) -> None:
         """Record the stored value of a module's tensor, for `expect_agreement`."""
@@ -341,21 +353,40 @@ class Merge:
         """Plan to refill the container `live`, even if its class differs from the stored one."""
         self._made[id(stored)] = live
         self._claims.claim_identity(id(live))
+        if isinstance(live, deque) and isinstance(stored, DequeItems):
+            self._compare_maxlen(live, stored)
         self._fill_container(live, live, stored, place)
         return live
 
     def _container(self, live: Any, stored: Any, place: Placement) -> Any:
         if id(stored) in self._made:
             return self._made[id(stored)]
-        same = type(live) is type(stored)
+        is_deque = isinstance(stored, DequeItems)
+        same = type(live) is (deque if is_deque else type(stored))
         is_free = same and self._claims.claim_identity(id(live))
         if same and not is_free:
             self._remark(stored, _SHARED)
-        target = live if is_free else type(stored)()
+        if same and is_deque:
+            self._compare_maxlen(live, stored)
+        new = deque(maxlen=stored.maxlen) if is_deque and not is_free else type(stored)()
+        target = live if is_free else new
         self._alive.append(stored)
         self._made[id(stored)] = target
         self._fill_container(live, target, stored, place)
         return target
+
+    def _compare_maxlen(self, live: deque[Any], stored: DequeItems) -> None:
+        """Remark another maxlen, which the live deque keeps; refuse one that would drop items."""
+        if live.maxlen == stored.maxlen:
+            return
+        if live.maxlen is not None and len(stored) > live.maxlen:
+            raise MismatchError(
+                "the checkpoint",
+                hint=f"{self._component}: a deque(maxlen={live.maxlen}) cannot take the "
+                f"{len(stored)} items of the one that was saved, of maxlen={stored.maxlen}: make "
+                f"it with maxlen={stored.maxlen}, or drop items in edit_load",
+            )
+        self._remark(stored, f"{_MAXLEN}={live.maxlen}, saved with maxlen={stored.maxlen}")
 
     def _remark(self, stored: Any, reason: str) -> None:
         self._remarks.append(
@@ -394,7 +425,7 @@ class Merge:
             items = dict(zip(stored, values, strict=True))
             self._edits.append(lambda: _refill_dict(target, items))
         else:
-            known = live[: len(stored)] if isinstance(live, list) else []
+            known = [*live][: len(stored)] if isinstance(live, list | deque) else []
             known = [*known, *[None] * (len(stored) - len(known))]
             values = self._plain_tensors(known, stored, place) or [
                 self.merge(item, value, place) for item, value in zip(known, stored, strict=True)
@@ -531,16 +562,15 @@ class Merge:
         return self._made_arrays[ref.key]
 
     def _new_array(self, live: Any, ref: ArrayRef) -> Any:
-        stored = self._lifting.lift(ref)
-        if type(live) is not np.ndarray:
-            return stored
-        fits = live.dtype == stored.dtype and live.shape == stored.shape and live.flags.writeable
-        if not fits:
-            return stored
-        if not self._claims.claim_identity(("array", id(_find_base_array(live)))):
+        spec = self._specs[ref.key]
+        dtype = NUMPY_DTYPES[spec.dtype]
+        fits = type(live) is np.ndarray and (live.dtype, live.shape) == (dtype, spec.shape)
+        if not fits or not is_torch_memory(live):
+            live = np.empty(spec.shape, dtype)
+        elif not self._claims.claim_identity(("array", id(_find_base_array(live)))):
             self._remark_tensor(ref.key, _OVERLAPS)
-            return stored
-        self._edits.append(lambda: np.copyto(live, stored))
+            live = np.empty(spec.shape, dtype)
+        self._copies.append((torch.from_numpy(live), self._tensors[ref.key]))
         return live
 
 
@@ -590,8 +620,9 @@ def _has_names(target: Any, stored: Mapping[Any, Any]) -> bool:
     return type(target) is dict and {*map(type, target)} == {str} and [*target] == [*stored]
 
 
-def _refill_list(target: list[Any], values: Sequence[Any]) -> None:
-    target[:] = values
+def _refill_list(target: list[Any] | deque[Any], values: Sequence[Any]) -> None:
+    target.clear()
+    target.extend(values)
 
 
 def _find_base_array(array: np.ndarray[Any, Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,8 +24,10 @@ from typing_extensions import override
 
 from holdfast.errors import FormatError, MismatchError
 from holdfast.format.nodes import GeneratorState
+from holdfast.format.objects import DequeItems, join_path
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
+from holdfast.state.attributes import Attributes, content_of
 from holdfast.state.components import RNG
 from holdfast.state.leaves import local_of
 from holdfast.state.planning.copying import Fetching, Stored
@@ -79,16 +82,15 @@ class TreePlan(LoadPlan):
     _merge: Merge
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
-        """Check that both sides are dicts, or both lists. Keys that differ become notes."""
+        """Check that both sides are dicts, lists or deques. Keys that differ become notes."""
         self._wanted = skeleton.value
         problems.notes += skeleton.list_absent_devices(self._component)
-        is_dict = isinstance(self._live, dict)
-        if not isinstance(self._wanted, dict if is_dict else list):
-            stored, live = type(self._wanted).__name__, type(self._live).__name__
+        stored, live = (_container_name(one) for one in (self._wanted, self._live))
+        if stored != live:
             problems.other.append(f"{self._component}: stored a {stored}, live a {live}")
         elif wishes.selection.is_partial(self._component):
             keep_live(self._wanted, self._live, self._component, wishes.selection)
-        _compare_keys(self._component, self._wanted, self._live, problems)
+        self._compare_keys(problems)
         self._wanted = revive(skeleton, self._live, self._component, problems, stored=self._wanted)
         self.destinations.look_in(self._live)
         self.destinations.match(self._live, self._wanted, self._component, problems)
@@ -103,15 +105,75 @@ class TreePlan(LoadPlan):
         """Make the planned changes to the tree."""
         self._merge.commit()
 
+    def _compare_keys(self, problems: Problems) -> None:
+        """Record keys that only one of two dicts has, unless the live one is empty."""
+        component, stored, live = self._component, self._wanted, self._live
+        if not (isinstance(stored, dict) and isinstance(live, dict) and live):
+            return
+        if removed := [key for key in live if key not in stored]:
+            lost = f"{component}: {_join_keys(removed)} not in the checkpoint, removed"
+            problems.lost.append(lost)
+        if added := [key for key in stored if key not in live]:
+            problems.notes.append(f"{component}: {_join_keys(added)} in the checkpoint only, added")
 
-def _compare_keys(component: str, stored: Any, live: Any, problems: Problems) -> None:
-    """Record keys that only one of two dicts has, unless the live one is empty."""
-    if not (isinstance(stored, dict) and isinstance(live, dict) and live):
-        return
-    if removed := [key for key in live if key not in stored]:
-        problems.lost.append(f"{component}: {_join_keys(removed)} not in the checkpoint, removed")
-    if added := [key for key in stored if key not in live]:
-        problems.notes.append(f"{component}: {_join_keys(added)} in the checkpoint only, added")
+
+def _container_name(value: Any) -> str:
+    kinds = {dict: "dict", DequeItems: "deque", deque: "deque", list: "list"}
+    return next((name for kind, name in kinds.items() if isinstance(value, kind)), "other value")
+
+
+class AttributesPlan(TreePlan):
+    """A load into attributes of an object: containers in place, other values are assigned."""
+
+    def __init__(self, component: str, live: Attributes, specs: Mapping[str, TensorSpec]) -> None:
+        super().__init__(component, content_of(component, live), specs)
+        self._attributes = live
+        self._values: dict[str, Any] = {}
+
+    @override
+    def _compare_keys(self, problems: Problems) -> None:
+        """Record names that only one side has as missing and unexpected leaves."""
+        if not isinstance(self._wanted, dict):
+            return
+        for ours, theirs, found in (
+            (self._live, self._wanted, problems.missing),
+            (self._wanted, self._live, problems.unexpected),
+        ):
+            found += [join_path(self._component, name) for name in ours if name not in theirs]
+
+    @override
+    def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
+        """Plan the merge of each value; try to assign it, and assign the former one again."""
+        layouts, live = self.destinations.layouts, self._live
+        self._merge = Merge(tensors, self._specs, claims, self._component, layouts)
+        known = {name: node for name, node in self._wanted.items() if name in live}
+        self._values = {name: self._merge.merge(live[name], node) for name, node in known.items()}
+        lifting = Lifting(Fetching(self.destinations.placed(tensors)))
+        for name, node in known.items():
+            if self._attributes.is_opaque or self._values[name] is not live[name]:
+                self._try(name, lifting.lift_tree(node))
+
+    def _try(self, name: str, value: Any) -> None:
+        attributes, at = self._attributes, join_path(self._component, name)
+        try:
+            attributes.assign_value(name, value)
+        except Exception as error:
+            refused = f"{at}: cannot be assigned ({type(error).__name__}: {error})"
+            raise MismatchError("the checkpoint", hint=refused) from error
+        finally:
+            try:
+                attributes.assign_value(name, self._live[name])
+            except Exception as error:  # noqa: BLE001 - code of the user
+                self.unrestored = (
+                    f"{at}: the stored value was assigned in a trial, and the value from before "
+                    f"was then refused ({type(error).__name__}: {error})"
+                )
+
+    @override
+    def finish(self) -> None:
+        """Assign the values."""
+        for name, value in self._values.items():
+            self._attributes.assign_value(name, value)
 
 
 def _join_keys(keys: list[Any]) -> str:
@@ -204,7 +266,7 @@ class ObjectPlan(LoadPlan):
         attributes: loading may add to what is there.
         """
         live, kind = self._live, type(self._live).__name__
-        attributes = Attributes(live) if hasattr(live, "__dict__") else None
+        attributes = _Snapshot(live) if hasattr(live, "__dict__") else None
         try:
             before = copy.deepcopy(live.state_dict())
         except Exception:  # noqa: BLE001 - code of others
@@ -349,7 +411,7 @@ def undo_changes(modules: Iterable[nn.Module], *, written: Iterable[nn.Module]) 
     inners = list({id(inner): inner for inner in modules}.values())
     with torch.no_grad(), ExitStack() as undoing:
         for inner in inners:
-            undoing.callback(Attributes(inner).restore_attributes)
+            undoing.callback(_Snapshot(inner).restore_attributes)
         for tensor in _tensors_of(inners):
             if not is_lazy(tensor) and not tensor.is_inference():
                 undoing.enter_context(_unsafe_preserve_version_counter(tensor))
@@ -369,7 +431,7 @@ def _tensors_of(modules: Iterable[nn.Module]) -> Collection[Tensor]:
     return found.values()
 
 
-class Attributes:
+class _Snapshot:
     """The attributes of one object, and the content of containers in them."""
 
     def __init__(self, owner: object) -> None:
