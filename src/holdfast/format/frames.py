@@ -126,10 +126,7 @@ def _library() -> Any:
 
 
 def _check_header(stored: memoryview, nbytes: int) -> None:
-    """Raise `CorruptData` unless the chunk is of the kind that `encode_blosc2` makes.
-
-    The library trusts the length in the header, even beyond the end of its output buffer.
-    """
+    """Expect a chunk as of `encode_blosc2`, as the library trusts the length in the header."""
     if stored.nbytes < _HEADER_NBYTES:
         raise CorruptData("too short for a Blosc2 chunk")
     head = bytes(stored[:_HEADER_NBYTES])

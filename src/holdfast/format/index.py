@@ -41,11 +41,7 @@ _Kind = tuple[str, tuple[int, ...]]
 
 
 class ShardEntry(msgspec.Struct, frozen=True, gc=False):
-    """Entry of a shard: the bytes [start, start + nbytes) of `file`.
-
-    `offsets` and `sizes` are its box in the tensor, in elements; both are None when it is the
-    whole tensor.
-    """
+    """Bytes of `file` with a shard; `offsets` and `sizes` are its box, None if it is whole."""
 
     file: str
     start: int
@@ -81,10 +77,7 @@ class Places(msgspec.Struct, frozen=True):
 
 
 class TensorTable(Mapping[str, TensorEntry]):
-    """The tensors of one component by key, in the order of the index.
-
-    Held as columns: an entry is made when it is accessed.
-    """
+    """Tensors of one component by key, in the order of the index; entries are made on access."""
 
     def __init__(
         self, specs: Mapping[str, TensorSpec], shards: Places, boxes: Boxes | None = None
@@ -156,10 +149,7 @@ class TensorTable(Mapping[str, TensorEntry]):
         return self.boxes is None or bool(self._first[number + 1] - self._first[number] == 1)
 
     def boxes_of(self, key: str) -> tuple[Column, Column]:
-        """Return the positions of a tensor's shards, and their boxes as arrays of (start, stop).
-
-        A scalar is taken for a vector of one element.
-        """
+        """Return a tensor's shards and their boxes as (start, stop), at least of one dimension."""
         number, shape = self._numbers[key], self.specs[key].shape
         num_dims = len(shape)
         if self.boxes is None:
@@ -306,14 +296,7 @@ def check_size(
     nbytes_of_boxes: int,
     files_nbytes: int,
 ) -> None:
-    """Expect that the index of tensors in boxes will not be too large, before it exists.
-
-    Args:
-        specs: The tensors.
-        num_boxes: Number of the boxes of each.
-        nbytes_of_boxes: Bytes of the text of all boxes.
-        files_nbytes: Bytes of all tensor files.
-    """
+    """Expect that the index of tensors in boxes will not be too large, before it exists."""
     by_tensor = [*zip(specs, num_boxes, strict=True)]
     num_values = sum(4 + len(s.shape) + n * (5 + 2 * len(s.shape)) for s, n in by_tensor)
     names = sum(len(spec.key) + 20 + 3 * len(str(spec.shape)) // 2 for spec in specs)
@@ -362,10 +345,7 @@ def _decode_document(data: Buffer, *, what: str) -> _IndexDocument:
 
 
 def _check_unknown(text: bytes, *, what: str) -> None:
-    """Check, without building them, that unknown members of an index are short.
-
-    A value of few bytes can take hundreds in memory, and what is known takes much less.
-    """
+    """Check that unknown members are short before they are built, as small ones can grow large."""
     try:
         raw = bytes(msgspec.json.decode(text, type=dict[str, msgspec.Raw]).get("holdfast", b""))
         version = int(raw) if len(raw) < _MAX_VERSION_LENGTH else None
@@ -462,11 +442,7 @@ def _digests(text: str, num_blocks: int, *, what: str) -> bytes:
 def _decode_stored(
     document: _IndexDocument, files: Mapping[str, FileEntry], *, what: str
 ) -> dict[str, StoredBlocks]:
-    """Decode and check the stored blocks of every compressed file.
-
-    Their number is that of the plain blocks, none is longer than any codec makes it, and together
-    they have the length in the manifest.
-    """
+    """Decode the stored blocks of compressed files; check their numbers and lengths."""
     entries = {name: entry.stored for name, entry in files.items() if entry.stored is not None}
     if document.stored.keys() != entries.keys():
         raise FormatError(f"{what}: `stored` lists other files than the manifest")

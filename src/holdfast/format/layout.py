@@ -85,10 +85,7 @@ class AttemptName:
 
 
 def first_digits(label: str, epoch: int, sequence: int, nonce: str) -> str:
-    """Return the first 8 hex digits of the save id of an attempt of the claim with this nonce.
-
-    They prove that the folder with that name was made under the claim, and not by a user.
-    """
+    """Return the 8 hex digits that prove an attempt to be made under the claim with this nonce."""
     text = f"holdfast attempt {nonce} {label}.{epoch:04d}-{sequence:06d}"
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
@@ -188,10 +185,7 @@ def _scratch(name: str) -> str:
 
 
 def is_scratch(name: str) -> bool:
-    """Whether a folder in the root is temporary: of preflight, an upload or a repair.
-
-    A killed process may leave it behind. The end of the name proves who made it.
-    """
+    """Whether a folder in the root is temporary and ours, as the end of its name proves."""
     match = _SCRATCH.fullmatch(name)
     return match is not None and match[2] == proof_of(match[1])
 
@@ -263,10 +257,7 @@ def thinned_name(component: str, epoch: int) -> str:
 
 @_cached
 def parse_thinned(name: str) -> tuple[str, int] | None:
-    """Parse component and epoch of a mark that begins a drop; None for any other name.
-
-    The number has at least 8 digits, and that of a file of a component at most 7.
-    """
+    """Parse component and epoch of a mark of a drop, of 8 digits or more; None for other names."""
     match = _THINNED.fullmatch(name)
     return (match[1], int(match[2])) if match else None
 
@@ -340,10 +331,7 @@ def plain_file(name: str) -> str:
 
 
 def is_data_name(name: str) -> bool:
-    """Whether a name in a checkpoint's folder is that of a data file.
-
-    That is the index, a file that a manifest may list, or the encrypted form of one.
-    """
+    """Whether a name is that of a data file: the index, a listed file, or its encrypted form."""
     plain = plain_file(name)
     return name == INDEX or is_stored_name(name) or _FILE.fullmatch(plain) is not None
 

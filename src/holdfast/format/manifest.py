@@ -251,10 +251,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def manifest_digest(manifest: Manifest) -> str:
-    """Return the digest of a manifest, "blake3:…", which is in its last line.
-
-    Of an encrypted checkpoint it is that of the manifest before encryption.
-    """
+    """Return the digest of a manifest before encryption, "blake3:…", from its last line."""
     last_line = encode_manifest(manifest).rstrip().rpartition(b"\n")[2]
     return last_line.split(b'"')[3].decode("ascii")
 

@@ -53,10 +53,7 @@ _SCALAR_NAMES: dict[type, str] = {dtype.type: name for name, dtype in NUMPY_DTYP
 class TensorRef(
     msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"key": "$tensor"}
 ):
-    """A torch tensor: its key in the component, device, flags and memory order.
-
-    Encoded as a `$tensor` node.
-    """
+    """Torch tensor in a `$tensor` node: its key, device, flags and memory order."""
 
     key: str
 
@@ -214,11 +211,7 @@ def _write_ref(value: TensorRef | ArrayRef) -> Any:
 
 
 def read_tensor(node: dict[str, Any]) -> TensorRef:
-    """Decode a `$tensor` node.
-
-    Raises:
-        ValueError: the format has no such node.
-    """
+    """Decode a `$tensor` node; `ValueError` if the format has no such node."""
     if len(node) == 1:
         return TensorRef(_require_text(node["$tensor"]))
     if not node.keys() <= _TENSOR_MEMBERS:

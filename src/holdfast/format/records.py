@@ -79,10 +79,7 @@ class Alive(Record, frozen=True, kw_only=True):
 
 
 class Ended(Record, frozen=True, kw_only=True):
-    """Record of aborted and deleted attempts, whose manifests need not be read again.
-
-    An optimisation only: nothing else depends on it.
-    """
+    """Aborted and deleted attempts, whose manifests need not be read again. Only saves time."""
 
     kind: ClassVar[str] = "ended"
     max_nbytes: ClassVar[int] = MAX_ENDED_NBYTES
@@ -155,9 +152,7 @@ class Rejected(Record, frozen=True, kw_only=True):
 
 
 class RequestRecord(Record, frozen=True, kw_only=True):
-    """Request for a save.
-
-    `who` is for people; `process` shows whether the requester still waits for the answer."""
+    """Request for a save: `who` for people, `process` to see if it still waits."""
 
     kind: ClassVar[str] = "request"
     id: Hex128

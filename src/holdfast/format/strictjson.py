@@ -62,10 +62,7 @@ def loads(
     max_nbytes: int,
     max_values: int = MAX_VALUES,
 ) -> Any:
-    """Parse a strict JSON text. `what` names the document in every error.
-
-    Size, number of values and depth are checked before anything is built.
-    """
+    """Parse a strict JSON text, named `what`; checks size, values and depth before building it."""
     check_limits(data, what=what, max_nbytes=max_nbytes, max_values=max_values)
     return _decode_strictly(bytes(data), what=what)
 
@@ -103,11 +100,7 @@ def check_limits(
     max_nbytes: int,
     max_values: int = MAX_VALUES,
 ) -> None:
-    """Raise `LimitExceeded` if a text is too large, too deep or has too many values for `loads`.
-
-    Values: commas and opening brackets outside texts, plus one. Half of a surrogate pair raises
-    `FormatError`.
-    """
+    """Raise `LimitExceeded` if a text is too large, too deep or has too many values for `loads`."""
     nbytes = memoryview(data).nbytes
     if nbytes > max_nbytes:
         raise LimitExceeded(f"{what}: {nbytes:,} bytes; at most {max_nbytes:,} are accepted")
@@ -146,11 +139,7 @@ def convert(value: Any, type_: type[T], *, what: str) -> T:
 
 
 def _check_limits(plain: bytes, *, what: str, max_values: int) -> None:
-    """Raise `LimitExceeded` for too many values or levels; `plain` has no escaped quotes.
-
-    In bytes that are not JSON the count is wrong only after the first error, which no parser
-    passes.
-    """
+    """Raise `LimitExceeded` if `plain`, without escaped quotes, has too many values or levels."""
     num_levels = plain.count(b"[") + plain.count(b"{")
     if num_levels <= MAX_DEPTH and num_levels + plain.count(b",") < max_values:
         return  # even if all signs were outside of texts

@@ -207,11 +207,7 @@ class FileCipher:
         self._tags: dict[int, bytes] = {}
 
     def seal(self, start: int, plain: Buffer, out: memoryview) -> None:
-        """Encrypt whole segments, from byte `start` on, into `out`; keep tags for `collect_tags`.
-
-        Only the last segment of the file is shorter. The last 16 bytes of `out`, which `plain`
-        lacks, are undefined afterwards.
-        """
+        """Encrypt whole segments into `out`, whose last 16 bytes are undefined; keep their tags."""
         data = memoryview(plain).cast("B")
         for low in range(0, data.nbytes, SEGMENT_NBYTES):
             number, rest = divmod(start + low, SEGMENT_NBYTES)
@@ -235,11 +231,7 @@ class FileCipher:
         self._cipher.decrypt(tags[-TAG_NBYTES:], _encode_length(nbytes), nonce=nonce, what=what)
 
     def decrypt_segment(self, number: int, sealed: Buffer, out: memoryview, *, what: str) -> None:
-        """Decrypt a segment into `out`, from its ciphertext followed by its tag.
-
-        Raises:
-            Tampered: the ciphertext or tag is not that of this segment of this file.
-        """
+        """Decrypt a segment, ciphertext and tag, into `out`, or raise `Tampered`."""
         what = f"{what}, segment {number} (from byte {number * SEGMENT_NBYTES:,})"
         self._cipher.decrypt_into(sealed, out, nonce=_nonce(number), what=what)
 

@@ -98,11 +98,7 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
 
 
 class TensorFile(msgspec.Struct, frozen=True):
-    """Planned layout of one tensor file.
-
-    `header` is everything before the data; `starts[i]` is the first byte in the file of
-    `specs[i]`; `nbytes` is the length of the whole file.
-    """
+    """Planned layout of a tensor file: its header, and the first byte of each of `specs`."""
 
     name: str
     header: bytes
@@ -124,10 +120,7 @@ def lay_out(
     apart: Collection[str] = (),
     first_number: int = 0,
 ) -> list[TensorFile]:
-    """Plan the tensor files of a component, from `first_number`: order, places and headers.
-
-    Tensors whose keys are in `apart` get files of their own, after the others.
-    """
+    """Plan a component's tensor files from `first_number` on; keys in `apart` have their own."""
     if len({spec.key for spec in specs}) != len(specs):
         raise UsageError(f"component {component!r}: two tensors have the same key")
     files: list[TensorFile] = []
@@ -156,10 +149,7 @@ def header_nbytes(first8: Buffer, *, file_nbytes: int, what: str) -> int:
 def parse_header(
     head: Buffer, *, file_nbytes: int, what: str
 ) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """Parse the header of a safetensors file: key → (dtype, shape, start, stop) in the file.
-
-    `head` holds at least the whole header. The dtypes are those of safetensors.
-    """
+    """Parse a whole safetensors header in `head`: key → (dtype, shape, start, stop) in the file."""
     return parse_header_and_metadata(head, file_nbytes=file_nbytes, what=what)[0]
 
 

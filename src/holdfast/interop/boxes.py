@@ -18,10 +18,7 @@ _VIEWS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBox:
-    """Elements that a range of a tensor and a stored box share. They are a box themselves.
-
-    Strides and positions count elements.
-    """
+    """Elements that a range of a tensor and a stored box share: a box, measured in elements."""
 
     shard: int
     """Number of the stored box."""
@@ -63,11 +60,7 @@ class SharedBox:
 def overlaps(
     shape: Sequence[int], shards: Column, boxes: Column, start: int, stop: int
 ) -> Iterator[SharedBox]:
-    """Yield the parts of stored boxes in which elements [start, stop) of a row-major tensor lie.
-
-    `shards` has the numbers of the boxes, and `boxes` the first and the last coordinates of each,
-    as `TensorTable.boxes_of` returns them.
-    """
+    """Yield the parts of stored boxes with elements [start, stop) of a tensor, see `boxes_of`."""
     shape = tuple(shape) or (1,)
     strides = row_major(shape)
     for low, extent in range_boxes(shape, start, stop):
@@ -124,11 +117,7 @@ def gather_strided(
     start: int,
     memory: memoryview,
 ) -> None:
-    """Fill `memory` with row-major bytes of a tensor from its byte `start` on.
-
-    `offset` and `strides` are in elements of the storage. The range need not begin or end with
-    an element.
-    """
+    """Fill `memory` with row-major bytes of a tensor from any byte on; strides are in elements."""
     memory = memory.cast("B")
     if is_row_major(shape, strides):
         read_into(offset * item_nbytes + start, memory)

@@ -32,12 +32,7 @@ class ReadableFile(ABC):
 
     @abstractmethod
     def read_into(self, start: int, memory: memoryview) -> None:
-        """Fill `memory` with the bytes of the file from `start` on.
-
-        Raises:
-            CorruptData: the file ends before them.
-            StoreError: they cannot be read, or the file was changed since it was opened.
-        """
+        """Fill `memory` with bytes of the file, or raise `CorruptData` or `StoreError`."""
 
     def read(self, start: int, nbytes: int) -> bytes:
         """Return bytes of the file; raises as `read_into`."""
@@ -61,11 +56,7 @@ class ReadableFile(ABC):
 
 
 class LocalFile(ReadableFile):
-    """A local file that is open for reading. `name` is for messages. Thread-safe.
-
-    What is not in the page cache is read past it: that takes a tenth of the processor time, and
-    leaves other files in the cache.
-    """
+    """Open local file, which is read past the page cache unless it is in it. Thread-safe."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         self.name = name

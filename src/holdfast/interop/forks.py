@@ -37,10 +37,7 @@ class Forks:
     """Forked processes, each of which runs one call of a function. Use it in a `with`."""
 
     def __init__(self) -> None:
-        """Make one for each core, at most three; none on one core, or if a fork is not safe.
-
-        Fewer, if the system starts no more processes.
-        """
+        """Make one for each core, at most three; fewer or none if the system does not allow it."""
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         if IS_LINUX and threading.active_count() == 1 and num_cores() > 1:
@@ -84,11 +81,7 @@ class Forks:
     def run(
         self, function: Callable[..., Iterable[T]], tasks: Sequence[tuple[Any, ...]]
     ) -> Iterator[tuple[int, T]]:
-        """Call a function with the arguments of each task, each in a process of its own.
-
-        There must not be more tasks than processes. Yields each item that a call yields, after the
-        number of its task. The items of one task are in order; those of several are mixed.
-        """
+        """Call a function in a process for each task; yield (number of the task, item)."""
         numbers: dict[Any, int] = {}
         for number, task in enumerate(tasks):
             self._connections[number].send((function, task))

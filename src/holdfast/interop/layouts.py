@@ -168,10 +168,7 @@ _STEPS = ("global_step", "step", "iteration", "iter", "num_updates")
 
 
 def _by_names(root: dict[Any, Any]) -> ComponentLayout | None:
-    """Find components by the names that people use; None without any that is a dict or a list.
-
-    Ignite's files are of this kind: objects by the names that a user gave, and the engine's state.
-    """
+    """Find components by names that people use, as in Ignite's files; None without a container."""
     found = {
         name: _NAMES[name]
         for name, value in root.items()
@@ -294,10 +291,7 @@ _OPTIMIZER = re.compile(r"((?:chained_[0-9]+\.)?)optimizer\.(.+)")
 
 
 def dcp_layout(state: Mapping[str | int, Any]) -> ComponentLayout:
-    """Find the components of a state that DCP has saved.
-
-    A tensor that no key leads to is the model's, as in torchtitan.
-    """
+    """Find the components of a DCP state; tensors without a key are the model's."""
     components: dict[str, Any] = {}
     paths: dict[str, str] = {}
     rest: dict[str | int, Any] = {}
@@ -346,11 +340,7 @@ def olmo_layout(folder: Path, state: Mapping[str | int, Any], trainer: Any) -> C
 
 
 def megatron_layout(items: Mapping[str, Any], common: Any) -> ComponentLayout:
-    """Find the components of a `torch_dist` folder of Megatron Core.
-
-    Its items have names alone: those of the optimizer begin with `optimizer.`, and others are the
-    model's. `common` is all that is the same on each rank.
-    """
+    """Find the components of Megatron's `torch_dist`, of named items and a `common` part."""
     rest = dict(common) if isinstance(common, dict) else {}
     model: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}

@@ -117,10 +117,7 @@ class LazyFile(Mapping[str, "LazyTensor"]):
         return self._source.left_out
 
     def tree(self, component: str | None = None) -> Any:
-        """Return the plain values of a component; `LazyTensor` objects stand for its tensors.
-
-        The name may be left out where there is one component.
-        """
+        """Return the plain values of a component, or the only one, with `LazyTensor` objects."""
         if component is None:
             if len(self.components) != 1:
                 raise UsageError(f"name one of the components {', '.join(self.components)}")
@@ -201,12 +198,7 @@ class LazyTensor:
         return found
 
     def numpy(self) -> Any:
-        """Read it as a numpy array.
-
-        Types that numpy lacks are widened, which is exact: bfloat16 and 8-bit floats to float32,
-        complex32 to complex64. Of float4, which packs two numbers in a byte, the last dimension is
-        twice as long.
-        """
+        """Read it as a numpy array, widened exactly if numpy lacks its type."""
         raw: Any = np.empty(self.nbytes, np.uint8)
         self._read_all_into(memoryview(raw))
         native = NUMPY_DTYPES.get(self.dtype)

@@ -72,10 +72,7 @@ class Hints:
 def name_parameters(
     part: SourceComponent, modules: Mapping[str, SourceComponent], hints: Hints
 ) -> Named | str:
-    """Name the parameters of an optimizer in torch's form; return the reason where that is unsafe.
-
-    `modules` are the components of kind `module`.
-    """
+    """Name an optimizer's parameters in torch's form; return a reason if that is unsafe."""
     state, groups = part.tree["state"], part.tree["param_groups"]
     name = hints.kind or type_of(groups)
     if name is None:
@@ -99,10 +96,7 @@ def name_parameters(
 
 
 def _find_slot_shapes(slots: Any, specs: Mapping[str, TensorSpec]) -> set[tuple[int, ...]]:
-    """Return the shapes of a parameter's slots, except its step; one is the parameter's own.
-
-    Of Adafactor's two factors it is the shape of their product.
-    """
+    """Return the shapes of a parameter's slots, except its step; of Adafactor's two the product."""
     if not isinstance(slots, dict):
         return set()
     shapes = {
@@ -122,10 +116,7 @@ def _find_recorded_names(
     model: SourceComponent,
     rename: Callable[[str], str],
 ) -> dict[Any, str] | str | None:
-    """Return the parameter names that the file records, by number; None if it records none.
-
-    A text says why they are of no use.
-    """
+    """Return recorded parameter names by number; None without, a text if they are unusable."""
     found: dict[Any, str] = {}
     for group in groups:
         names = group.get("param_names", group["params"])
@@ -151,10 +142,7 @@ def _match_parameters(
     model: SourceComponent,
     hints: Hints,
 ) -> dict[Any, str] | str:
-    """Name the parameters by their shapes, and those of one shape in the model's order.
-
-    Of several groups each must have shapes of its own, so that a parameter fits one of them.
-    """
+    """Name parameters by shapes, which must be of one group, in the model's order if alike."""
     parameters = dict(_list_parameters(model))
     if hints.order:
         lost = [name for name in hints.order if name not in parameters]

@@ -69,12 +69,7 @@ def in_batches(
     *,
     num_at_once: int | None = None,
 ) -> Generator[T, None, None]:
-    """Read tensors as `read_pieces` does; yield what `work` returns of each batch of pieces, in
-    order.
-
-    `work` runs in the threads that read, `num_at_once` at a time, by default as many as there are
-    cores; pieces are valid until it returns.
-    """
+    """Read as `read_pieces` does; yield what `work`, in the reading threads, makes of batches."""
     buffers = Buffers()
     # More at a time are not faster: they evict each other's data from the processor's cache.
     turns = BoundedSemaphore(num_at_once or num_cores())
@@ -97,10 +92,7 @@ def in_batches(
 def ahead(
     jobs: Iterable[Callable[[], T]], what: str, *, most: int = NUM_AHEAD
 ) -> Generator[T, None, None]:
-    """Run jobs in a few threads, at most `most` ahead of whoever uses their results, in order.
-
-    None runs any more once the iterator is exhausted or closed. `what` is for messages.
-    """
+    """Run jobs in threads, at most `most` ahead of their use, until the iterator is closed."""
     workers = Workers(NUM_READERS, "holdfast-pieces")
     waiting: deque[Future[T]] = deque()
     try:

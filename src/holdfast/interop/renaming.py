@@ -85,10 +85,7 @@ def _expression(segments: Sequence[str]) -> str:
 
 
 def read_rules(given: Sequence[str]) -> RenameRules:
-    """Read rules as they are typed: `old=new`, or a file with one on each line.
-
-    In a file, empty lines and those that begin with `#` are skipped.
-    """
+    """Read rules as typed, `old=new`, or a file of them with empty lines and `#` comments."""
     pairs: list[tuple[str, str]] = []
     for text in given:
         if "=" in text:

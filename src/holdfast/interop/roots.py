@@ -122,10 +122,7 @@ class WrittenRoot:
             self._emit("housekeeping_failed", f"latest: {error}")
 
     def clean(self, error: BaseException | None = None) -> None:
-        """Remove the files of an attempt that has failed; gc does it where this cannot.
-
-        DCP tells nobody that another rank failed, so this is called before the next save.
-        """
+        """Remove the files of a failed attempt before the next save, or leave them to gc."""
         found, self._attempt = self._attempt, None
         if found is not None:
             attempt, is_alone = found
@@ -142,10 +139,7 @@ class WrittenRoot:
             self._owner.release_run()
 
     def release_if_in_daemon(self) -> None:
-        """Release the run after a save in the process of `async_save`.
-
-        The training's own process may make the next one.
-        """
+        """Release the run after `async_save`: the training's own process may save next."""
         if multiprocessing.current_process().daemon:
             self.release_run()
 

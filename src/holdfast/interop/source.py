@@ -30,10 +30,7 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BlockDigests:
-    """Digests of the blocks of a file that a tensor lies in; the outer ones may hold others, too.
-
-    Equal ones mean equal bytes.
-    """
+    """Digests of the blocks of a tensor, which prove equality; the outer ones may hold others."""
 
     block_nbytes: int
     offset: int
@@ -41,10 +38,7 @@ class BlockDigests:
     digests: tuple[bytes, ...]
 
     def edges(self, other: object, nbytes: int) -> list[tuple[int, int]] | None:
-        """Return the ranges of the tensor in the outer blocks, if all blocks between are equal.
-
-        None if these differ, or there are none: then only the bytes tell. `nbytes`: of the tensor.
-        """
+        """Return the ranges in outer blocks if all between are equal; else None."""
         if not isinstance(other, BlockDigests) or len(self.digests) < 3:
             return None
         if (self.block_nbytes, self.offset) != (other.block_nbytes, other.offset):
@@ -116,27 +110,17 @@ class Source(ABC):
         """
 
     def nbytes_lent(self, component: str, key: str, start: int) -> int:
-        """Return the most bytes that `lent` gives of a tensor from `start` on, in whole elements.
-
-        0: none, as no other copy of them is in memory.
-        """
+        """Return how many bytes `lent` gives of a tensor from `start` on; 0 if only by copies."""
         return 0
 
     def lent(
         self, component: str, key: str, start: int, nbytes: int
     ) -> AbstractContextManager[memoryview]:
-        """Yield the bytes that `read_into` would copy, where they lie, until the `with` ends.
-
-        `nbytes` is at most what `nbytes_lent` returns.
-        """
+        """Yield up to `nbytes_lent` bytes where they lie, until the `with` ends."""
         raise NotImplementedError
 
     def fingerprint(self, component: str, key: str) -> object | None:
-        """Return a value that two tensors share only if their bytes are equal; None: not known.
-
-        It is known without reading the tensor, from digests that the source has. One made of
-        `BlockDigests` tells of two that differ where to look.
-        """
+        """Return digests that only equal tensors share, or None if reading is needed."""
         return None
 
     @abstractmethod
@@ -183,11 +167,7 @@ def lost_tensors(source: Source, components: Collection[str] = ()) -> list[LeftO
 
 
 def expect_no_loss(source: Source, components: Collection[str], *, allow_loss: bool) -> None:
-    """Check that no tensor of these components, all if empty, is left out.
-
-    Raises:
-        UsageError: one is, and `allow_loss` is not set.
-    """
+    """Raise `UsageError` if a tensor of these components, or any, is left out, unless allowed."""
     lost = lost_tensors(source, components)
     if lost and not allow_loss:
         raise UsageError(

@@ -44,10 +44,7 @@ from holdfast.state.trees import decode_skeleton
 
 
 class OpaqueLoadFailed(HoldfastError):
-    """Error of a load that failed half-way, in `component`; its cause is chained.
-
-    What was applied before stays applied, so the state is neither the old nor the stored one.
-    """
+    """Error of a load that failed half-way in `component`, whose state is now neither."""
 
     def __init__(self, component: str, err: BaseException) -> None:
         self.component = component
@@ -134,10 +131,7 @@ class Prepared:
         self.notes += tuple(f"{path}: {NOT_LOADED}" for path in paths)
 
     def apply_values(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
-        """Put the stored values into the live objects. Call once.
-
-        Calls `ready` first if that was not done, and raises its errors before anything changes.
-        """
+        """Put the stored values, made `ready` first, into the live objects. Call once."""
         plans = self._unapplied()
         if not self._is_ready:
             self.ready(tensors)

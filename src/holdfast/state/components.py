@@ -120,10 +120,7 @@ class CapturedComponent:
 
 
 def is_of_trainer(state: Mapping[str, Any]) -> bool:
-    """Whether the state is that of a trainer, which counts its steps and batches itself.
-
-    A loop may have a dict of such a name, or an object with `is_of_loop`.
-    """
+    """Whether the state is that of a trainer, which counts its steps and batches itself."""
     found = [state.get(name, {}) for name in OF_TRAINERS]
     return any(
         not isinstance(one, dict | list) and not getattr(one, "is_of_loop", False) for one in found
@@ -131,11 +128,7 @@ def is_of_trainer(state: Mapping[str, Any]) -> bool:
 
 
 def kind_of(value: Any) -> Kind:
-    """Return the kind of a component, which decides how it is saved.
-
-    Raises:
-        UsageError: the value cannot be a component.
-    """
+    """Return the kind of a component, which decides how it is saved, or raise `UsageError`."""
     if isinstance(value, nn.Module):
         return "module"
     if isinstance(value, Optimizer) and _saves_as_torch_does(value):
@@ -183,10 +176,7 @@ def marked(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]
 
 
 def unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace accelerate's optimizer wrappers in a state by the torch optimizers inside.
-
-    The wrapper has no state of its own; left in place, it would be saved as an opaque object.
-    """
+    """Replace accelerate's optimizer wrappers, which have no state, by the optimizers inside."""
     # Compared by name: importing the class would import all of accelerate.
     inner = {
         name: value.optimizer
@@ -300,10 +290,7 @@ class Cleaner:
 
 
 def reshard(module: nn.Module) -> bool:
-    """Free what `fully_shard` gathered of the parameters, as `state_dict` does first.
-
-    Calls the hooks that it registered for that. Returns False if the module has other hooks.
-    """
+    """Free what `fully_shard` gathered, by its hooks; False if the module has other hooks."""
     hooks = module.__dict__.get("_state_dict_pre_hooks")
     if not hooks:
         return True
@@ -351,10 +338,7 @@ def parameter_names(modules: Iterable[tuple[str, nn.Module]]) -> ParameterNames:
 
 
 def structure(wrapped: nn.Module) -> list[Any]:
-    """List submodules with types and parameters, which decide the names of parameters.
-
-    Equal for two calls only when all of it is the same. Holds no tensors.
-    """
+    """List submodules with types and parameters, equal only if all is; holds no tensors."""
     module = unwrap_module(wrapped)
     if type(module).named_parameters is not nn.Module.named_parameters:
         return [object()]  # the module overrides the names

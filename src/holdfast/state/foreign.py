@@ -19,10 +19,7 @@ _BUFFERED = (
 
 
 def describe_inexact(loader: object) -> str | None:
-    """Describe why a resume with `loader` is known to be inexact; None: no reason is known.
-
-    None does not mean that a resume is exact.
-    """
+    """Describe why a resume with `loader` is known to be inexact; None: no reason is known."""
     name = _type_name(loader)
     if name == "torchdata.StatefulDataLoader":
         return _stateful(loader)
@@ -34,10 +31,7 @@ def describe_inexact(loader: object) -> str | None:
 
 
 def unrepeatable(source: object) -> str | None:
-    """Describe why `source` is known to give other samples when it is read again; None: unknown.
-
-    Of webdataset a shuffle without a seed, which is seeded by the clock.
-    """
+    """Describe why `source` gives other samples when read again, as unseeded shuffles; or None."""
     for stage in _pipeline(source):
         known = getattr(stage, "kw", {})
         is_shuffle = getattr(getattr(stage, "f", None), "__name__", "") == "_shuffle"

@@ -76,10 +76,7 @@ class DeviceGenerator:
 
 
 def device_generators(*, initialise: bool = False) -> dict[str, list[DeviceGenerator]]:
-    """Return the default generators of the accelerators in use, by device type.
-
-    With `initialise`, also of accelerators that are present and not yet in use.
-    """
+    """Return accelerators' default generators by device type; `initialise`: also of unused ones."""
     # In this order: without one, torch 2.6 raises in `current_accelerator`.
     accelerator = (
         torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -110,11 +107,7 @@ def global_generators(*, initialise: bool = False) -> dict[str, Any]:
 
 
 def kind_of(value: object) -> str | None:
-    """Return `torch`, `python`, `numpy` or `numpy-legacy`; None if `value` is no generator.
-
-    The modules `random` and `numpy.random` count as their global generators, whose functions they
-    have.
-    """
+    """Return the kind of a generator, or module with a global one; None if `value` is none."""
     if isinstance(value, torch.Generator | DeviceGenerator):
         return "torch"
     if isinstance(value, random.Random) or value is random:
@@ -136,11 +129,7 @@ def is_global(generator: Any) -> bool:
 
 
 def read_generator_state(generator: Any) -> tuple[str, dict[str, Any]]:
-    """Return a generator's kind and the members of its state: tensors, arrays and plain values.
-
-    Raises:
-        ValueError: the state of this kind of generator cannot be read.
-    """
+    """Return a generator's kind and the members of its state, or raise `ValueError`."""
     kind = kind_of(generator)
     if kind == "torch":
         return kind, {"device": str(generator.device), "state": generator.get_state()}
@@ -188,10 +177,7 @@ def _seeds_as_plain(entropy: Any) -> Any:
 
 
 def _seeds_wrong(stored: Any) -> str | None:
-    """Return why `stored` is not a valid seed sequence, or None.
-
-    Too many words are refused, as each load mixes all of them.
-    """
+    """Return why `stored` is not a valid seed sequence, such as too long to mix, or None."""
     names = {"entropy", "spawn_key", "pool_size", "n_children_spawned"}
     if not isinstance(stored, dict) or stored.keys() != names:
         return "seed_seq: other members"

@@ -159,10 +159,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 
 def identity(tensor: Tensor) -> Hashable:
-    """Return a key that is equal for tensors with the same memory, layout and dtype.
-
-    Valid only while both are alive. The tensor must have a storage (see `refusal`).
-    """
+    """Return a key that live tensors with the same memory, layout and dtype share."""
     if is_dtensor(tensor):
         return (identity(tensor._local_tensor), tensor.shape, tensor.device_mesh, tensor.placements)
     return (

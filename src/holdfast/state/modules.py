@@ -280,10 +280,7 @@ def _is_within(name: str, paths: Collection[str]) -> bool:
 
 
 def not_loadable(wrapped: nn.Module, state: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """List (name, reason) of what a module's `state_dict` gives and its loading code refuses.
-
-    Runs that code on the module's own state, and undoes what it changes.
-    """
+    """List (name, reason) of a `state_dict` that its own loading code, undone, refuses."""
     live = inspect(wrapped, state)
     module = live.module
     if not live.is_opaque or not _can_be_tried(module):
@@ -315,10 +312,7 @@ def _can_be_tried(module: nn.Module) -> bool:
 
 
 def not_saved(component: str, wrapped: nn.Module, elsewhere: Collection[int] = ()) -> list[str]:
-    """List the non-persistent buffers and attributes that are not saved, one line each.
-
-    `elsewhere`: ids of objects that are saved as other components.
-    """
+    """List non-persistent buffers and attributes, in no other component, that are not saved."""
     module = unwrap_module(wrapped)
     cleaner = cleaner_of(module)
     lines = []
@@ -360,10 +354,7 @@ def stamp(state: Mapping[str, Any]) -> tuple[Any, ...]:
 def capture_module(
     module: nn.Module, state: Mapping[str, Any], leaves: Leaves, unsaved: Mapping[str, str]
 ) -> TreeDocument | None:
-    """Encode a module's tree: clean name -> tensor or extra state. `state` is its state dict.
-
-    `unsaved` describes its non-persistent buffers.
-    """
+    """Encode a module's tree from its state dict; `unsaved` describes non-persistent buffers."""
     live = inspect(module, state)
     for name in live.collisions:
         leaves.record_refusal(name, _COLLISION)

@@ -106,11 +106,7 @@ class Entries:
         )
 
     def unmatched(self, unseen: Collection[str]) -> list[str]:
-        """Return a message about entries that matched nothing, as a list; empty if there are none.
-
-        `unseen`: components whose leaves were not matched, so entries for them are not reported;
-        nor are entries for leaves inside of what another entry matches.
-        """
+        """Return a message, in a list, about entries that match nothing that was seen."""
         used = [pattern for entry, pattern in self._patterns.items() if entry not in self._unused]
         lost = [
             entry

@@ -57,10 +57,7 @@ class FreshCopies:
 
     @classmethod
     def keep_source(cls, source: Any, others: Collection[int] = ()) -> FreshCopies | None:
-        """Keep a source; None if it is large or cannot be copied, as one with an open socket.
-
-        Nor can it be if it has an object of `others`, ids of what is saved and loaded elsewhere.
-        """
+        """Keep a source; None if it is large, cannot be copied, or has an object of `others`."""
         file, shared = _Bounded(), list[Any]()
         try:
             _Pickler(file, shared, others).dump(source)
@@ -196,10 +193,7 @@ SWALLOWED = (
 
 
 def _loses_samples(fresh: FreshCopies) -> bool:
-    """Whether a copy resumed after its first sample gives another one than came next.
-
-    A source that begins again with the same state has its position set by the loop.
-    """
+    """Whether a copy resumed after its first sample gives another one than came next."""
     with _undisturbed():
         began_s = time.monotonic()
         source = fresh.make_copy()

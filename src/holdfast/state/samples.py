@@ -32,10 +32,7 @@ UNKNOWN = bytes(DIGEST_NBYTES)
 
 
 def places_of(num_elements: int, turn: int) -> range:
-    """Choose the elements that are compared, in row-major order; others at each turn.
-
-    The step is odd, so that rows of most lengths are met in different columns.
-    """
+    """Choose the elements to compare, others at each turn, of odd distance to vary columns."""
     if num_elements <= NUM_SAMPLED:
         return range(num_elements)
     step = -(-num_elements // NUM_SAMPLED) | 1
@@ -133,11 +130,7 @@ def _format_sample(data: bytes, dtype: torch.dtype) -> str:
 
 
 def synchronized_names(modules: Iterable[nn.Module]) -> list[str]:
-    """List the buffers that DDP copies from rank 0 to all ranks before each forward pass.
-
-    Batch norm changes each rank's own in that pass. Found are the wrappers inside and around
-    `modules`.
-    """
+    """List the buffers that DDP wrappers in or around `modules` copy from rank 0 each time."""
     wrappers = {
         id(item): item
         for top in _with_outer(modules)
@@ -153,10 +146,7 @@ def synchronized_names(modules: Iterable[nn.Module]) -> list[str]:
 
 
 def _with_outer(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return modules and all those around them, which no attribute of theirs leads to.
-
-    Not by `gc.get_objects`: its references break tuples that other threads are making.
-    """
+    """Return modules and all those around them, found without `gc.get_objects`."""
     level: list[Any] = list(modules)
     found = level
     for _ in range(_NUM_LEVELS):
@@ -182,8 +172,5 @@ def _leads_outwards(item: Any) -> bool:
 
 
 def has_name(key: str, names: Iterable[str]) -> bool:
-    """Whether a key is one of `names`, seen from a module outside or inside of theirs.
-
-    So it is for the buffers of the module in a wrapper, of a part of it, and of an average of it.
-    """
+    """Whether a key is one of `names` as seen from an outer or inner module."""
     return any(f".{key}".endswith(f".{one}") or f".{one}".endswith(f".{key}") for one in names)

@@ -34,11 +34,7 @@ Sides: TypeAlias = tuple[Collection[str], Collection[str]]
 
 
 def proposal(sides: Sequence[Sides], *, is_divided: bool = False) -> str | None:
-    """Return a `rename=` that turns the stored names of each component into the live ones.
-
-    None if no removal and addition of wrappers' parts does so. `is_divided`: other ranks may have
-    what is not live here.
-    """
+    """Return a `rename=` that adds or removes wrappers' parts so that all names fit, or None."""
     if not any(stored and live for stored, live in sides):
         return None
     for what, code, rule in _rules(sides):
@@ -108,11 +104,7 @@ NOT_LOADED = "in the checkpoint only, not loaded"
 
 
 def names_of_keys(keys: Iterable[Any]) -> dict[Any, str]:
-    """Map the keys of one dict to unique names in paths.
-
-    Text is its own name. The name of another key is its value, unless a text key has that name:
-    then its type is added, as `int(0)` beside the text `0`.
-    """
+    """Map the keys of one dict to unique names in paths: texts, and others with a type if alike."""
     keys = list(keys)
     texts = {key for key in keys if type(key) is str}
     names: dict[Any, str] = {}

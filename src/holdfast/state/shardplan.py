@@ -47,10 +47,7 @@ class LeafTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxTable:
-    """Boxes that ranks hold, those of one rank or of all.
-
-    A box is its two `corners`, whatever its dimensions.
-    """
+    """Boxes that ranks hold, those of one rank or of all, each as its two `corners`."""
 
     leaf: Ints
     """Number of the leaf."""
@@ -172,11 +169,7 @@ def _split_rows(num_rows: int) -> Iterator[slice]:
 
 
 def _measure(leaves: LeafTable, boxes: BoxTable, rows: Ints) -> Ints:
-    """Compute the bytes of distinct boxes, sorted by leaf, and check that they tile the leaves.
-
-    The boxes of a leaf form a grid, as those of every DTensor do: each dimension is cut into
-    intervals, and there is a box for each combination of them.
-    """
+    """Compute bytes of distinct boxes, sorted by leaf, whose boxes must tile it as a grid."""
     extents, strides = _grids(leaves.shapes)
     nbytes = np.empty(len(rows), np.int64)
     wrong: list[int] = []
@@ -224,10 +217,7 @@ def _num_digits(numbers: Ints) -> Ints:
 
 
 def _grids(shapes: Sequence[tuple[int, ...]]) -> tuple[Ints, Ints]:
-    """Make tables of the extents and the row-major strides of leaves; all have as many columns.
-
-    A leaf without elements counts as one element.
-    """
+    """Make tables of leaves' extents and strides, padded; a leaf without elements has one."""
     extents = np.ones((len(shapes), max([1, *map(len, shapes)])), np.int64)
     for row, shape in zip(extents, shapes, strict=True):
         row[: len(shape)] = shape if 0 not in shape else 1
@@ -357,10 +347,7 @@ class _Loads:
 
 
 def _number_files(leaves: LeafTable, boxes: BoxTable, row: Ints, nbytes: Ints) -> Ints:
-    """Number the tensor files of each component, writer by writer.
-
-    A file takes the boxes with the longest elements first, as `format.tensors.lay_out` does.
-    """
+    """Number each component's files by writer; long elements first, as `lay_out` does."""
     num_ranks = int(boxes.rank.max(initial=0)) + 1
     writer = leaves.component.astype(np.int32)[boxes.leaf[row]] * num_ranks
     writer += boxes.rank[row]

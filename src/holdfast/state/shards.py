@@ -126,10 +126,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def corners(shape: Sequence[int], box: Box) -> tuple[int, int]:
-    """Compute the positions of a box's first and last element in the row-major tensor.
-
-    They are 0 and -1 in a tensor without elements, which has one box.
-    """
+    """Compute the positions of a box's first and last element; 0 and -1 if there are none."""
     if math.prod(shape) == 0:
         return 0, -1
     first = last = 0

@@ -459,11 +459,7 @@ def check_fit(ref: TensorRef, stored: Tensor) -> None:
 
 
 def owned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy `tensor` to `device`, unless it has aligned memory of its own there.
-
-    A view into a read buffer is copied: it would keep the buffer alive, and kernels may round
-    differently on memory of another alignment.
-    """
+    """Copy `tensor` to `device`, unless it has aligned memory of its own, no view, there."""
     if is_dtensor(tensor):
         return tensor
     if device.type != "cpu":

@@ -38,10 +38,7 @@ def _summarize_buffer(tensor: Tensor) -> str | None:
 
 
 def other_size(stored: str, live: Tensor) -> str | None:
-    """Return how the size of a live buffer differs from that of the saved one; None: it does not.
-
-    A cache may grow, so that this alone is no reason to warn.
-    """
+    """Return how a live buffer's size differs from the saved one's, as a cache's may; or None."""
     shown = _summarize_buffer(live) or stored
     sizes, live_sizes = (text.partition(" ")[0] for text in (stored, shown))
     return None if sizes == live_sizes else f"{live_sizes} here, {sizes} when saved"

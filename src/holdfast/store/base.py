@@ -82,10 +82,7 @@ class BlockWriter(Protocol):
         ...
 
     def finish(self, nbytes: int | None = None) -> None:
-        """Make the whole object durable: bytes, length and name. Called once, at the end.
-
-        `nbytes` is the length of an object that was begun with `at_most`; only those need it.
-        """
+        """Make the object durable, once; `nbytes` is its length if begun with `at_most`."""
         ...
 
     def abort(self) -> None:
@@ -532,11 +529,7 @@ class GatheringWriter:
 
 
 def is_one_file(store: Store, key: str, other: str) -> bool:
-    """Whether two keys are names of one file, so that damage is in both; False if one is missing.
-
-    Raises:
-        StoreError: a request failed.
-    """
+    """Whether two keys are names of one file, so that damage is in both."""
     try:
         found = store.head(key).identity
         return bool(found) and found == store.head(other).identity

@@ -283,10 +283,7 @@ def _spec(source: Source, at: _Key) -> TensorSpec:
 
 
 def equal_by_digest(a: Source, one: _Key, b: Source, other: _Key) -> bool:
-    """Whether digests prove two tensors equal; of a large one the outer blocks may be read.
-
-    Those hold bytes of its neighbours, too, which may have changed.
-    """
+    """Whether digests prove two tensors equal, after reading a large one's outer blocks."""
     spec, known, expected = _spec(a, one), a.fingerprint(*one), b.fingerprint(*other)
     if known is None or expected is None or spec.dtype != _spec(b, other).dtype:
         return False
@@ -314,10 +311,7 @@ def _in_order(source: Source, pairs: Iterable[tuple[_Key, _Key]]) -> list[tuple[
 def read_pairs(
     a: Source, b: Source, pairs: list[tuple[_Key, _Key]], progress: Progress | None
 ) -> Iterator[tuple[_Key, _Key, PairTally]]:
-    """Read both tensors of each pair side by side, in the order given.
-
-    Each tensor is named by its component and key; the two have equally many numbers.
-    """
+    """Read both equally long tensors of each pair, by component and key, side by side."""
     total = sum(_spec(a, one).nbytes for one, _ in pairs)
     done = 0
     streams = (

@@ -93,10 +93,7 @@ def numbers_of_element(dtype: str) -> int:
 
 
 def chunks(memory: memoryview, dtype: str) -> Iterator[Any]:
-    """Yield the numbers in the bytes of a tensor, as float32 where that holds them, else float64.
-
-    At most `CHUNK` at a time, in order; more where they need no memory of their own.
-    """
+    """Yield a tensor's numbers, `CHUNK` at a time, as float32 if that is exact, else float64."""
     raw = np.frombuffer(memory, np.uint8)
     is_float32 = _NATIVE.get(dtype) == ("<f4", "f4")
     step = number_nbytes(dtype) * (CHUNK_OF_FLOAT32 if is_float32 else CHUNK)

@@ -31,11 +31,7 @@ What = Literal["values", "dtype", "shape", "only in a", "only in b"]
 
 
 class TensorDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """Two tensors at one path that are not equal in every bit, or one that has no counterpart.
-
-    Figures are of the positions at which both numbers are finite; they are null where no numbers
-    could be compared.
-    """
+    """Two differing tensors of a path, with figures of finite positions; or one alone."""
 
     tensor: str
     """Component and path, such as "model:h.0.weight"."""

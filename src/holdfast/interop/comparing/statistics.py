@@ -28,11 +28,7 @@ from holdfast.interop.source import Source
 
 
 class TensorStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Statistics of the numbers of a tensor.
-
-    Of complex elements the real and the imaginary part count as two numbers. Figures are of the
-    finite numbers; they are null where there are none.
-    """
+    """Statistics of the finite numbers of a tensor; complex elements count as two."""
 
     tensor: str
     """Component and path, such as "model:h.0.weight"."""
@@ -67,10 +63,7 @@ class TensorStats(msgspec.Struct, frozen=True, kw_only=True):
 def stats_of(
     source: Source, wanted: Iterable[tuple[str, str]], *, num_threads: int | None = None
 ) -> Iterator[TensorStats]:
-    """Read tensors, given as (component, key), and yield the statistics of each.
-
-    At most `num_threads` threads compute at a time, by default one for each core.
-    """
+    """Read tensors by (component, key) and yield their statistics, in one thread for each core."""
     chosen = [*wanted]
     paths: dict[tuple[str, str], list[str]] = {}
     for component in {component for component, _ in chosen}:
@@ -120,10 +113,7 @@ _FLOAT4 = "F4_X2"
 
 
 class TensorTally:
-    """Figures of a run of a tensor's numbers. Those of the finite ones where nothing else is said.
-
-    Several tallies of one tensor may be made at the same time, by several threads, and merged.
-    """
+    """Figures of the finite numbers in a run of a tensor's; tallies of threads can be merged."""
 
     def __init__(self, spec: TensorSpec, start: int = 0) -> None:
         """Begin with byte `start` of the tensor."""
@@ -432,10 +422,7 @@ def _exponents_of_each(numbers: Any, lengths: Any) -> Any:
 
 
 class Rows:
-    """Counts the rows of zeros in a run of a tensor's numbers.
-
-    The first row counts only once the run before is known, if that has its beginning: see `extend`.
-    """
+    """Counts rows of zeros in a run; the first once the run before is known, see `extend`."""
 
     def __init__(self, spec: TensorSpec, first: int) -> None:
         """Count from number `first` of the tensor on."""

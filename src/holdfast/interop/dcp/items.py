@@ -179,10 +179,7 @@ class _Beside(msgspec.Struct, forbid_unknown_fields=False):
 
 
 def items_of(component: str, tree: bytes, value: Any) -> tuple[dict[Item, Any], bool]:
-    """Return the items of a stored component with their nodes, and whether DCP gets their paths.
-
-    `value` is the decoded tree. In what DCP did not save, they are those that it would have made.
-    """
+    """Return items of a stored component, with nodes, as DCP saved or would have made them."""
     what = f"{component}'s tree"
     recorded = decode_beside(tree, _BESIDE, what=what) if b'"dcp"' in tree else None
     if recorded is None:
@@ -219,10 +216,7 @@ def _get_value(value: Any, path: list[str | int], what: str) -> Any:
 def flatten(
     value: Any, path: Path, *, tensor: type, keeps_empty: bool
 ) -> Iterator[tuple[Path, Any]]:
-    """Yield what DCP takes for items: it looks into dicts, and into lists that hold tensors.
-
-    `tensor` is what stands for these. An empty dict is none for DCP, since torch 2.4.
-    """
+    """Yield what DCP takes for items: it looks into dicts, and into lists that hold tensors."""
     if isinstance(value, Mapping) and (value or not keeps_empty):
         for key, inner in value.items():
             yield from flatten(inner, (*path, str(key)), tensor=tensor, keeps_empty=keeps_empty)

@@ -72,10 +72,7 @@ def write_plan(plan: ExportPlan, out: Path) -> None:
 
 @contextmanager
 def new_output(out: Path, *, is_folder: bool) -> Iterator[Path]:
-    """Make an empty file or folder beside `out` and yield it; rename it to `out` at the end.
-
-    After an error nothing is left. What an export that was killed has left goes first.
-    """
+    """Make an empty file or folder, renamed to `out` at the end, or removed after an error."""
     _expect_free(out, is_folder=is_folder)
     remove_leftovers(out)
     name = f".{out.name}{_PART}{secrets.token_hex(_PART_NBYTES)}"
@@ -122,11 +119,7 @@ def remove_leftovers(out: Path) -> None:
 
 @contextmanager
 def _lock_output(path: Path) -> Iterator[bool]:
-    """Lock an output while it is written; yield False if another process has the lock.
-
-    True, too, where there are no locks: on Windows, where no open file is removed, and on some
-    network file systems.
-    """
+    """Lock an output while it is written, if the system can; False if another process has it."""
     is_ours, fd = True, -1
     try:
         with suppress(OSError):

@@ -345,10 +345,7 @@ class _Output:
 
 @contextmanager
 def past_cache(file: BinaryIO, nbytes: int) -> Iterator[Callable[[memoryview], object]]:
-    """Yield a function that writes the `nbytes` bytes of a new, empty file.
-
-    They are written through the cache where they must.
-    """
+    """Yield a function that writes a new file of `nbytes`, past the cache if possible."""
     descriptor = open_direct(file)
     if descriptor is None:
         yield file.write

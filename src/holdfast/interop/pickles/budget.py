@@ -30,11 +30,7 @@ def bound(most: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class PickleBudget:
-    """Remaining operations and memory for the pickles of one source.
-
-    The memory of every value is charged when it is made, and never given back. Work that is not
-    one operation is charged as memory.
-    """
+    """Remaining operations and memory, never given back, for the pickles of one source."""
 
     operations: int = 6_000_000
     """Operations: about 100,000 tensors with all that belongs to them take as many as 4 million."""

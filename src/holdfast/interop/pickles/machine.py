@@ -93,13 +93,7 @@ class Machine(pickle._Unpickler):
         self._num_other_keys = 0
 
     def read_pickle(self) -> Any:
-        """Read one pickle and return the description of its value.
-
-        Raises:
-            FormatError: malformed, or it does what no description can be made of.
-            CorruptData: the file ends inside it.
-            LimitExceeded: it costs more memory or work than it may.
-        """
+        """Read one pickle and return its description; raises if malformed or too large."""
         self.stack, self.metastack, self.memo = [], [], _Memo()
         self.append = self.stack.append
         position = self._file.tell()

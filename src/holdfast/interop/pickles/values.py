@@ -97,10 +97,7 @@ class StorageKind:
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Memory that tensors are views of.
-
-    `data` is set once it is known where the bytes are; `nbytes` is their number.
-    """
+    """Memory of `nbytes` that tensors are views of; `data` is set once its place is known."""
 
     dtype: str
     device: str

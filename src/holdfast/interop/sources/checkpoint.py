@@ -76,10 +76,7 @@ class _Place:
 
 
 class CheckpointSource(Source):
-    """A checkpoint of this library, kept from deletion while it is open.
-
-    The tree of a component of which each rank has its own is the list of the trees of all ranks.
-    """
+    """Checkpoint, kept from deletion; a component of each rank is the list of their trees."""
 
     format = "holdfast"
 

@@ -263,10 +263,7 @@ def _why_left(folder: Path, path: Path, num_carried: int) -> str | None:
 
 
 def _leads_out(folder: Path, path: Path) -> bool:
-    """Whether a file lies elsewhere, also not where huggingface_hub's cache has those of folders.
-
-    It would become a part of a checkpoint, which the user may give to others.
-    """
+    """Whether a file, other than in huggingface_hub's cache, lies outside of its folder."""
     inside, real = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     return not real.is_relative_to(inside) and not any(
         real.parent == cache / "blobs" for cache in inside.parents
@@ -312,10 +309,7 @@ _BY_ENDING: Mapping[str, _Ties] = {
 
 
 def tied_names(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
-    """Return names that a model has, and no file: name -> the name whose tensor it shares.
-
-    None if the config says that nothing is tied, or names an architecture that is not known here.
-    """
+    """Map names without a tensor to those that the config ties them to; None if it cannot."""
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or config.get("tie_word_embeddings") is False:
         return {}

@@ -86,10 +86,7 @@ class _Value:
 
 
 class MindSporeFile(Source):
-    """The tensors of a MindSpore checkpoint as `model`, and its texts as `state`.
-
-    A file with a checksum is read whole, once, before its first byte is given.
-    """
+    """Tensors of a MindSpore checkpoint as `model`, texts as `state`; a checksum is read first."""
 
     format = "mindspore"
 

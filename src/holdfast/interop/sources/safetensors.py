@@ -41,10 +41,7 @@ def begins(first: bytes) -> bool:
 
 
 class SafetensorsFile(Source):
-    """The weights in one safetensors file, as the component `model`.
-
-    Its metadata is the component `metadata`, without `format`, which names a library.
-    """
+    """Weights in one safetensors file, as `model`; `metadata` is a component, too."""
 
     format = "safetensors"
 

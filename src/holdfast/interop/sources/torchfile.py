@@ -74,11 +74,7 @@ def read_pickle(
     constructors: Mapping[str, Constructor] | None = None,
     records: Collection[str] = (),
 ) -> Any:
-    """Return the description of a pickle in a file; see `holdfast.interop.pickles.values`.
-
-    `records` are the names of classes that are described as `Record`; `constructors` make other
-    names known. Tensors that were pickled without `torch.save` are described, too.
-    """
+    """Return the description of a pickle; `constructors` and `records` are further known names."""
     end = file.nbytes if stop is None else stop
     reader = _Reader(file, budget or PickleBudget(), constructors or {}, records)
     return reader.bare(start, end)

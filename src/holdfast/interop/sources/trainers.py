@@ -43,10 +43,7 @@ def _list_files(path: Path) -> list[str]:
 
 
 class TrainerFolder(Source):
-    """A folder of a trainer's step as components; each file is opened as a source of its own.
-
-    Weights and the files beside them are read as those of a model's folder.
-    """
+    """Folder of a trainer's step as components; each file is opened as a source of its own."""
 
     def __init__(self, path: Path, open_file: Callable[[str], Source]) -> None:
         """Open every file that holds a component; `open_file` opens one file of weights."""

@@ -32,10 +32,7 @@ _FIRST_NBYTES = 32
 
 
 def names_checkpoint(url: str) -> bool:
-    """Whether an address is that of a checkpoint's folder, or of its manifest.
-
-    Addresses that end as files of weights do are not asked for.
-    """
+    """Whether an address is that of a checkpoint's folder or manifest, not of a file."""
     address = url.partition("#")[0].partition("?")[0].rstrip("/")
     if address.endswith(f"/{layout.MANIFEST}"):
         return True
@@ -81,13 +78,7 @@ class WebFile(ReadableFile):
     """A file at an `http(s)://` address, read in blocks, of which the last few are kept."""
 
     def __init__(self, url: str) -> None:
-        """Read the first block; its reply has the length of the file.
-
-        Raises:
-            NotFound: there is no such file.
-            UnsupportedStore: the server does not answer Range requests.
-            StoreError: it cannot be read.
-        """
+        """Read the first block and the length, or raise; the server must take Range requests."""
         place = parse_web(url)
         self.name = place.url
         self._api = Api(place, RemoteOptions())

@@ -184,10 +184,7 @@ class MemberCrc:
         self._nbytes_read = 0
 
     def add_bytes(self, start: int, memory: memoryview) -> None:
-        """Add bytes of the member that were read, from its byte `start` on.
-
-        Pieces that overlap are not put together, so nothing is compared then.
-        """
+        """Add bytes of the member that were read; pieces that overlap are not compared."""
         if self._crc == NOT_COMPUTED or not memory.nbytes:
             return
         piece = start + memory.nbytes, zlib.crc32(memory)

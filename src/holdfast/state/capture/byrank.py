@@ -57,13 +57,7 @@ def join_rank_trees(trees: Sequence[bytes]) -> bytes:
 def part_of(
     stored: StoredComponent, rank: int, world_size: int | None = None
 ) -> tuple[StoredComponent, Mapping[str, str]] | None:
-    """Return a rank's part of a joined component; None if the component is not joined.
-
-    With another number of ranks, rank r gets the part of r modulo the stored number.
-
-    Returns:
-        The part, and the stored key of each of its keys.
-    """
+    """Return a rank's (modulo the stored number) part of a joined component, and stored keys."""
     if f'"{RANKS}"'.encode() not in stored.tree:
         return None
     what = f"{stored.name}'s tree"

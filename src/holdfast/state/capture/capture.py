@@ -72,7 +72,7 @@ class Captured:
 
 
 def capture(state: Mapping[str, Any], only: Collection[str] | None = None) -> Captured:
-    """Capture a state once, without caches for a later capture."""
+    """Capture the state, or `only` some components: name every leaf; generators come last."""
     return Capturer(state).capture(only)
 
 
@@ -358,10 +358,7 @@ def _unheld(
 
 
 def unheld_in(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
-    """Find parameters of optimizers that no component saves, by optimizer and name.
-
-    Calls `state_dict` of components only if a parameter is in no module of the state.
-    """
+    """Find parameters of optimizers that no component saves, by optimizer and name."""
     live = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
     if not held.homeless(state, parameter_names(live.items())):
         return {}

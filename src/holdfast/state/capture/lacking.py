@@ -89,10 +89,7 @@ def homeless(state: Mapping[str, Any], names: ParameterNames) -> dict[str, dict[
 def unheld(
     homeless: Mapping[str, Mapping[str, Tensor]], captured: Iterable[Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """Select the `homeless` parameters whose memory is in none of the captured tensors.
-
-    A captured tensor has it if a dict or an object in the state holds the parameter itself.
-    """
+    """Select the `homeless` parameters whose memory is in none of the captured tensors."""
     if not homeless:
         return {}
     spans = [_get_addresses(tensor) for tensor in captured]
@@ -142,11 +139,7 @@ def _is_within(parameter: Tensor, spans: Iterable[tuple[int, int]]) -> bool:
 
 
 def lacks_optimizer(state: Mapping[str, Any]) -> bool:
-    """Whether a state is that of a training run, and nothing in it looks like an optimizer.
-
-    A scheduler, a scaler or a position in data shows that it is a training. An object of another
-    class that has `state_dict` may hold an optimizer.
-    """
+    """Whether a state trains, as its other parts show, and nothing may hold an optimizer."""
     others = [value for value in state.values() if not isinstance(value, nn.Module)]
     stateful = [value for value in others if hasattr(value, "state_dict")]
     models = (value for value in state.values() if isinstance(value, nn.Module))
@@ -204,10 +197,7 @@ def omitted(
 
 
 def unsaved_averages(state: Mapping[str, Any], saved: Collection[int]) -> dict[AveragedModel, int]:
-    """Find averages of a state's models without a saved tensor, with their numbers of updates.
-
-    Searches all objects of the process, which takes some milliseconds.
-    """
+    """Find averages of a state's models without a saved tensor, in all live objects."""
     models = [unwrap_module(one) for one in state.values() if isinstance(one, nn.Module)]
     shapes = [_shapes(model) for model in models]
     averages: list[AveragedModel] = instances_of(AveragedModel)
@@ -254,10 +244,7 @@ def _is_position(value: Any) -> bool:
 
 
 def is_outside(state: Mapping[str, Any]) -> bool:
-    """Whether a state is of a training run, and nothing in it looks like a position in data.
-
-    An iterable with `state_dict` counts as a position, as does any component whose name says so.
-    """
+    """Whether a training's state has no position in data, by name or as an iterable."""
     if not any(isinstance(value, Optimizer) for value in state.values()):
         return False
     return not any(

@@ -234,10 +234,7 @@ class TreeWalk:
 
 
 class CaptureCache:
-    """Cached result of one capture of a component. Holds none of its tensors but views of DTensors.
-
-    So a DTensor's boxes are recognised by the address of its memory.
-    """
+    """Cached capture of a component, without its tensors, except views of DTensors."""
 
     def __init__(
         self,
@@ -337,10 +334,7 @@ class CaptureCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TensorFacts:
-    """Facts about tensors that decide their specs and nodes, and whether they are refused.
-
-    Addresses and values are not included.
-    """
+    """Facts about tensors, except values and addresses, that decide their specs and nodes."""
 
     strides: Sequence[Any] | None
     """Strides of each tensor; None: each is contiguous, so its shape decides."""
@@ -357,10 +351,7 @@ class _TensorFacts:
         return self.devices is None and self.strides is None
 
     def hold(self, tensors: Sequence[Tensor], flagged: Sequence[Tensor]) -> bool:
-        """Whether the facts hold for `tensors`, as many as those they were taken from.
-
-        `flagged`: those that may require grad.
-        """
+        """Whether the facts hold for as many `tensors`, of which `flagged` may require grad."""
         # One after the other, without a list: each temporary object reuses the last one's memory,
         # which is in the processor's cache.
         try:
@@ -390,10 +381,7 @@ def _facts(tensors: Sequence[Tensor], flagged: Sequence[Tensor]) -> _TensorFacts
 
 
 def _flagged(kind: Kind, walk: TreeWalk) -> Sequence[Tensor]:
-    """Return the live tensors whose requiring grad is in the tree.
-
-    The entries of a `state_dict` are detached, but a foreseen DTensor is not.
-    """
+    """Return live tensors whose requiring grad is in the tree: of a `state_dict` DTensors only."""
     if kind != "module" or not walk.layouts:
         return walk.live
     return [one for one in walk.live if not is_dtensor(one)]
@@ -431,10 +419,7 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _partition(tensors: Sequence[Tensor], places: Sequence[int]) -> list[int] | None:
-    """Return for each tensor the position of the first with the same memory; None: all differ.
-
-    `places` are the addresses of the tensors.
-    """
+    """Return each tensor's first twin in memory, by addresses `places`; None: all differ."""
     if 0 not in places and len(set(places)) == len(places):
         return None
     if any(refusal(tensor) is not None for tensor in tensors):

@@ -55,10 +55,7 @@ class ComponentView(MutableMapping[str, Any]):
     def __init__(
         self, source: StoredComponent, tensors: Mapping[str, Mapping[str, Tensor]], what: str
     ) -> None:
-        """Make a view; `tensors` has them by component and key, and is accessed at the first read.
-
-        `what` is the tree's name, for messages.
-        """
+        """Make a view of the tree named `what`; its `tensors` are read when first accessed."""
         self._source = source
         self._tensors = tensors
         self._what = what

@@ -111,11 +111,7 @@ class LazyTensors(Mapping[str, S_co]):
     def copy_into(
         self, live: Sequence[Tensor], keys: Sequence[str], *, is_all: bool
     ) -> list[tuple[Tensor, S_co]]:
-        """Copy tensors in bulk into plain live ones; returns pairs that the caller must copy.
-
-        The live tensors (see `are_plain`) have the shapes and dtypes of the stored ones.
-        `is_all`: no other tensors are copied in this load.
-        """
+        """Copy tensors in bulk into plain live ones; return pairs that the caller must copy."""
         ...
 
 
@@ -190,11 +186,7 @@ class Shared(Iterator[T]):
 
 @contextmanager
 def _copied_beside(pieces: Shared[tuple[Any, Any]]) -> Iterator[None]:
-    """Copy pieces in other threads while the block runs, then the rest in this thread, too.
-
-    Threads start before anything changes. If none can start, as while the interpreter exits, all
-    pieces are copied after the block.
-    """
+    """Copy pieces in threads while the block runs, if any can start, and the rest after it."""
     helpers: list[threading.Thread] = []
     with suppress(RuntimeError):
         for _ in range(torch.get_num_threads() - 1):
@@ -231,10 +223,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether the values of each tensor are the bytes at its address, and writable.
-
-    Whether any two share memory is not checked.
-    """
+    """Whether each tensor's values are the writable bytes at its address, perhaps shared."""
     return (
         {*map(type, tensors)} <= _TYPES
         and {*map(_kind, tensors)} <= {_PLAIN}
@@ -244,10 +233,7 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 def copy_bytes(live: Sequence[Tensor], addresses: list[int], nbytes: list[int]) -> None:
-    """Copy bytes from each address into a plain tensor of `nbytes` bytes.
-
-    Holds the GIL meanwhile.
-    """
+    """Copy bytes into a plain tensor of `nbytes` bytes from each address, with the GIL held."""
     for some in in_parts(len(live)):
         targets, counts = live[some], nbytes[some]
         if [*map(_nbytes, targets)] != counts:
@@ -257,10 +243,7 @@ def copy_bytes(live: Sequence[Tensor], addresses: list[int], nbytes: list[int]) 
 
 
 def copy_runs(targets: Iterable[int], sources: Iterable[int], nbytes: Iterable[int]) -> None:
-    """Copy small runs of bytes from address to address.
-
-    Holds the GIL meanwhile: releasing it takes longer than a copy.
-    """
+    """Copy small runs of bytes, with the GIL held: releasing it takes longer than a copy."""
     deque(map(_memmove, targets, sources, nbytes), maxlen=0)
 
 

@@ -128,10 +128,7 @@ def _are_same(ones: Iterable[Any], others: Iterable[Any]) -> bool:
 
 
 def keep_live(stored: Any, live: Any, component: str, selection: Selection) -> bool:
-    """Replace the values of a decoded tree that `selection` excludes by the live ones.
-
-    A tuple or a set is one value. Returns whether any stored value will be loaded.
-    """
+    """Put live values for those that `selection` excludes; return whether others are loaded."""
     if not isinstance(stored, dict | list):
         return not selection.is_excluded(component)
     keeping = _Keeping(component, selection)
@@ -213,10 +210,7 @@ def revived(live: Any, stored: EnumValue) -> Any:
 
 
 def member_of(kind: type[Enum], stored: EnumValue) -> Any:
-    """Find the member of `kind` by its name, else by its value; `stored` if there is none.
-
-    A combination of flags has no name of its own, or one that `__members__` lacks.
-    """
+    """Find the member of `kind` by name, else by value, as of combined flags; or `stored`."""
     member = kind.__members__.get(stored.name) if stored.name is not None else None
     if member is not None:
         return member
@@ -265,11 +259,7 @@ class Destinations:
     def match(
         self, live: Any, stored: Any, path: str, problems: Problems, beside: Tensor | None = None
     ) -> None:
-        """Record the destination of each tensor in `stored`, the nodes of a tree.
-
-        `beside`: parameter of an optimizer. A slot of its shape that has no live tensor is placed
-        as the parameter.
-        """
+        """Record the destination of each tensor in `stored`, the nodes of a tree."""
         if self.are_plain:
             return
         if isinstance(stored, TensorRef):
@@ -351,10 +341,7 @@ def _layout_of(tensor: DTensor) -> tuple[Any, ...]:
 
 
 def placed_as(layout: DTensor, local: Tensor) -> Tensor:
-    """Make a DTensor with the mesh, placements and global shape of another one.
-
-    `local` is its local tensor, of any dtype; it is moved to the device of the other's.
-    """
+    """Make a DTensor of `local`, moved to the device, as another one is placed."""
     # Not `from_local`: it does not take the order in which a dimension was sharded.
     spec = layout._spec
     assert spec.tensor_meta is not None, "a live DTensor has a shape"

@@ -136,10 +136,7 @@ class Claims:
         return None if owner is claim else self._take_part(storage, owner, claim)
 
     def take_memories(self, tensors: Sequence[Tensor], component: str, keys: Sequence[str]) -> bool:
-        """Claim the memory of plain tensors (see `copying.are_plain`), all or none.
-
-        False if some have no memory or share it, or if any is claimed or protected.
-        """
+        """Claim the memory of plain tensors, all if it is theirs alone and free, or none."""
         storages = [*map(Tensor.untyped_storage, tensors)]
         if not all(map(torch.UntypedStorage.nbytes, storages)):
             return False
@@ -435,10 +432,7 @@ class Merge:
     def _plain_tensors(
         self, live: Sequence[Any], stored: Sequence[Any], place: Placement
     ) -> Sequence[Any] | None:
-        """Plan the merge of many plain tensors at once; returns them if all fit.
-
-        Returns None, and plans nothing, if any of them must be decided separately.
-        """
+        """Plan the merge of many plain tensors at once; None if any must be separate."""
         is_worth_it = len(stored) >= _MANY and place is _STORED_PLACE
         if not is_worth_it or {*map(type, stored)} != {TensorRef}:
             return None

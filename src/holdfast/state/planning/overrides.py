@@ -57,10 +57,7 @@ class OptimizerOptions:
         }
 
     def check_overrides(self, override: Collection[str], schedules: Collection[str]) -> None:
-        """Raise `UsageError` if one of `override` is no option of any optimizer, or group.
-
-        `schedules` are settings of schedulers by path, which may be named, too.
-        """
+        """Raise `UsageError` if one of `override` is no option of any optimizer or schedule."""
         known = list(dict.fromkeys(option.name for option in self._options))
         paths = [option.path for option in self._options]
         also = {part for path in schedules for part in (path, *path.split(".", 1)[:1])}

@@ -260,11 +260,7 @@ class ObjectPlan(LoadPlan):
             self._try({key: placed[key].clone() for key in keys_in(self._wanted)})
 
     def _try(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a copy of the stored state, and put the object's own state back.
-
-        Both by its `load_state_dict`, which writes what is deep inside of it, and by its
-        attributes: loading may add to what is there.
-        """
+        """Load a copy of the stored state; put the object's own back, by attributes too."""
         live, kind = self._live, type(self._live).__name__
         attributes = _Snapshot(live) if hasattr(live, "__dict__") else None
         try:
@@ -403,11 +399,7 @@ _MAX_DEPTH = 4
 
 @contextmanager
 def undo_changes(modules: Iterable[nn.Module], *, written: Iterable[nn.Module]) -> Iterator[None]:
-    """Undo all changes that the block makes to attributes of `modules` and tensors of `written`.
-
-    Versions of tensors stay, so that a
-    backward pass that is under way does not fail.
-    """
+    """Undo changes of the block to `modules` and `written` tensors, except their versions."""
     inners = list({id(inner): inner for inner in modules}.values())
     with torch.no_grad(), ExitStack() as undoing:
         for inner in inners:

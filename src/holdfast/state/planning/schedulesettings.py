@@ -261,10 +261,7 @@ def made_with(scheduler: LRScheduler, *, only_required: bool = False) -> frozens
 def _iterate_all_settings(
     state: Mapping[str, Any],
 ) -> Iterator[tuple[str, str, dict[str, Any], str]]:
-    """Yield (path, how, owner, name) of each setting: `owner[name]` is its value.
-
-    `how` says how the script's value can be taken.
-    """
+    """Yield (path, how it is taken, owner, name) of each setting: `owner[name]` is its value."""
     for component, value in state.items():
         if isinstance(value, Optimizer):
             # Other options are counters of the optimizer, and numbers those of `overrides`.

@@ -65,12 +65,7 @@ def regular_nbytes(found: os.stat_result, *, what: str) -> int:
 
 
 def link_file(source_fd: int, source: str, folder_fd: int, name: str) -> None:
-    """Make a hard link in one folder to a regular file in another.
-
-    Raises:
-        FileExistsError: the name is taken.
-        FileNotFoundError: there is no such file, or it is something else than a file.
-    """
+    """Link a regular file into another folder; `FileExistsError` if the name is taken there."""
     os.link(source, name, src_dir_fd=source_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
     # Checked under the new name, which no one else gives to another file.
     if not stat.S_ISREG(os.stat(name, dir_fd=folder_fd, follow_symlinks=False).st_mode):

@@ -67,10 +67,7 @@ def sync_folder_fd(fd: int) -> None:
 
 
 def make_root(path: str, report: Reporting, *, exclusive: bool, is_known: bool) -> None:
-    """Make the folder `path` with its ancestors, each durable in its parent.
-
-    The name of an existing one is made durable too, unless it `is_known` to be.
-    """
+    """Make the folder `path` and its ancestors, each durable in its parent unless it `is_known`."""
     path = os.path.realpath(path)
     missing = _missing_folders(path)
     if exclusive and not missing:

@@ -78,10 +78,7 @@ _HINTS = {
 
 
 class Reporting:
-    """Context manager that turns an `OSError` into the `StoreError` of one operation.
-
-    The code in the `with` block keeps `effect` up to date.
-    """
+    """Turns an `OSError` of the block, which updates `effect`, into a `StoreError`."""
 
     def __init__(self, operation: str, path: str, *, nbytes: int | None = None) -> None:
         self.effect: Effect = "none"
@@ -133,11 +130,7 @@ class Reporting:
 
 
 def free_space_at(path: str) -> FreeSpace:
-    """Return the free space of the file system that `path` is on or, if missing, would be on.
-
-    Raises:
-        OSError: the system does not say.
-    """
+    """Return the free space where `path` is, or would be; `OSError` if unknown."""
     while True:
         try:
             device = f"{os.stat(path).st_dev}"

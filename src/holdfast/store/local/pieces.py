@@ -89,10 +89,7 @@ class LocalPieces:
     def read_piece(
         self, piece: Piece, start: int, memory: memoryview, fetch: Fetch, *, seen: Seen
     ) -> None:
-        """Fill `memory` from byte `start` of the object; all of it must lie in the piece.
-
-        Reads the copy, if there is one; else `fetch` gets the whole piece, and a copy is kept.
-        """
+        """Fill `memory`, which lies in the piece, from a copy, or one that `fetch` makes."""
         done = self._read_copy(piece, start, memory, seen)
         end, pause_s = time.monotonic() + self._wait_s, _FIRST_PAUSE_S
         while not done:

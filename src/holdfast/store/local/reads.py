@@ -185,10 +185,7 @@ def is_at_hand(file: OpenFile, start: int, nbytes: int) -> bool:
 
 
 def fill_cached(file: OpenFile, start: int, targets: Sequence[memoryview], seen: Seen) -> bool:
-    """Fill the targets, in order, from the page cache; return whether all bytes were cached.
-
-    A read that would wait, or that the kernel does not support, is no error: it returns False.
-    """
+    """Fill the targets from the page cache; False if a read would wait, or is not supported."""
     for piece in _pieces(targets):
         try:
             got = os.preadv(file.fd, piece, start, _NO_WAIT)
@@ -265,10 +262,7 @@ def _read_aligned(fd: int, memory: memoryview, start: int, offset: int) -> int:
 
 
 def _read_around(file: OpenFile, memory: memoryview, start: int) -> int:
-    """Read unaligned bytes directly, through aligned memory; return the number of filled bytes.
-
-    Dropping them from the cache instead may fail: the kernel keeps many pages as one there.
-    """
+    """Read unaligned bytes directly, through aligned memory; return their number."""
     direct = file.direct()
     if direct is None or direct.alignment is None or direct.alignment.memory > _PAGE:
         return 0

@@ -35,11 +35,7 @@ class DirectAlignment:
 
 
 def rename_noreplace(folder_fd: int, source: str, target: str) -> None:
-    """Rename a file in its folder atomically, unless `target` exists.
-
-    Raises:
-        OSError: EEXIST if `target` exists; one of `UNSUPPORTED` if the system cannot do it.
-    """
+    """Rename a file in its folder atomically; `OSError` EEXIST if `target` exists."""
     call = _function("renameat2")
     if call is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), target)
@@ -50,13 +46,7 @@ def rename_noreplace(folder_fd: int, source: str, target: str) -> None:
 
 
 def preallocate(fd: int, nbytes: int) -> None:
-    """Allocate `nbytes` bytes for a file, if the file system can; the file gets that length.
-
-    Not `os.posix_fallocate`: if the file system cannot, that one writes every block.
-
-    Raises:
-        OSError: there is no space.
-    """
+    """Give a file `nbytes` of space, if the file system can without writing; `OSError` if full."""
     call = _function("fallocate64") or _function("fallocate")
     if call is None or nbytes == 0:
         return
@@ -79,10 +69,7 @@ def is_network(fd: int) -> bool:
 
 
 def direct_alignment(fd: int) -> DirectAlignment | None:
-    """Return the alignment for O_DIRECT on an open file; None if the kernel is before 6.1.
-
-    None also if the file system does not say. Zeros: the file does not take O_DIRECT.
-    """
+    """Return the alignment for O_DIRECT; zeros: refused, None: unknown (before Linux 6.1)."""
     call = _function("statx")
     if call is None:
         return None

@@ -147,10 +147,7 @@ class Api:
             )
 
     def put_new(self, key: str, content: memoryview) -> None:
-        """Put an object under a key that must be absent.
-
-        Retried only after a reply which says that the request had no effect.
-        """
+        """Put an object under an absent key; retried only if a reply says it had no effect."""
         patience = Patience(self.options)
         store = self.clients().once
         while True:

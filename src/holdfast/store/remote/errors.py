@@ -112,10 +112,7 @@ class RemoteFailure:
 
     @property
     def was_refused(self) -> bool:
-        """Whether the request certainly had no effect, and a retry may work.
-
-        A reply says so, or the connection was never made.
-        """
+        """Whether the request certainly had no effect, and a retry may work."""
         if self.code in _RACE:
             return True
         if self.status == 503:

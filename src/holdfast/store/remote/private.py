@@ -27,11 +27,7 @@ _lock = threading.Lock()
 
 
 def import_obstore(name: str) -> ModuleType:
-    """Return the module `name` of the private copy, or the shared one where there is no copy.
-
-    Raises:
-        ImportError: obstore is not installed.
-    """
+    """Return the module `name` of the private copy, if there is one, or the shared one."""
     with _lock:
         shared = importlib.import_module(name)
         return _private_modules().get(name, shared)
@@ -79,10 +75,7 @@ def _take_out() -> dict[str, ModuleType]:
 
 
 def _copy_into_memory(path: str) -> str:
-    """Copy a file into memory; return the path of the copy.
-
-    The descriptor stays open: the linker knows a library by its path, which must not be reused.
-    """
+    """Copy a file into memory; return its path, kept open as the linker knows libraries by it."""
     if sys.platform == "linux":
         descriptor = os.memfd_create(_PACKAGE)
         with open(path, "rb") as file:

@@ -128,22 +128,14 @@ class UploadResources:
         self.changed.notify_all()
 
     def wait_for(self, is_done: Callable[[], bool], what: str) -> None:
-        """Wait until `is_done()`; the caller holds `changed`.
-
-        Raises:
-            TransientStoreError: there was no progress for `_patience_s` seconds.
-        """
+        """Wait until `is_done()`, with `changed` held; raises if there is no progress."""
         self._progress_at = max(self._progress_at, time.monotonic())
         while not is_done():
             self.changed.wait(_POLL_S)
             self._expect_progress(what)
 
     def wait_for_upload(self, upload: Future[None], what: str) -> None:
-        """Wait for the end of an upload; raises its error.
-
-        Raises:
-            TransientStoreError: there was no progress for `_patience_s` seconds.
-        """
+        """Wait for the end of an upload; raises its error, or if there is no progress."""
         with self.changed:
             self._progress_at = time.monotonic()
         while True:
@@ -400,10 +392,7 @@ class MultipartPut(_Writer):
         uploads.schedule_call(self._arrived.set)
 
     def _check_next_was_written(self, start: int, error: TransientStoreError) -> None:
-        """Raise a final `StoreError` if the next byte was not written, as a retry is useless.
-
-        The caller holds `changed`.
-        """
+        """Raise a final error if the next byte was not written; `changed` is held."""
         has_come = start == self._position or self._position in self._pieces
         if not has_come and not self._uploads.is_sending():
             raise StoreError(
