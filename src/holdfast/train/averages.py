@@ -105,10 +105,7 @@ class SWA:
 
 
 class EqualAverage:
-    """Mean of the weights at several moments, in a copy of the model: the component `swa`.
-
-    How many weights it has is the component `swa-count`.
-    """
+    """Mean of the weights at several moments, in a copy, `swa`; their number is `swa-count`."""
 
     def __init__(self, model: nn.Module, plan: SWA) -> None:
         """Copy `model`, to average weights in the copy; `model` itself is never changed."""
@@ -162,10 +159,7 @@ class EqualAverage:
     def update_statistics(
         self, batches: Iterable[Any], forward: Callable[[Any], Any], fills_in: Callable[[], bool]
     ) -> None:
-        """Compute the statistics of batch norm anew, as means over `batches`; no-op without any.
-
-        `fills_in` returns whether the last batch is a neighbor's sample (`Loader.own_samples`).
-        """
+        """Compute batch norm's statistics anew, as means over `batches`, if it has any."""
         modules = [module for _, module in _with_statistics(self.cast.update())]
         if self.has_statistics or not self.num_averaged:
             return

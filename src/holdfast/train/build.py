@@ -320,11 +320,7 @@ def checked_device(given: str | torch.device | None) -> torch.device | None:
 def device_for(
     group: Group, given: torch.device | None, model: nn.Module | MakeModel
 ) -> torch.device | None:
-    """Return the argument `device`; by default the accelerator, of the local rank if several train.
-
-    A model that is on one accelerator already stays there. None: nothing is moved, because there is
-    no accelerator, or the model is on several devices.
-    """
+    """Return the device for the model: as given, its own, or the rank's accelerator; or None."""
     if given is not None:
         return given
     if isinstance(model, nn.Module):
@@ -428,10 +424,7 @@ def make_model(given: nn.Module | MakeModel, seed: int, device: torch.device | N
 def make_optimizer(
     given: Any, model: nn.Module, model_was_made: bool, *, takes_closure: bool = False
 ) -> Any:
-    """Return the optimizer of the model, or several by name, made by factories where given.
-
-    None stays None.
-    """
+    """Return the optimizer, or several by name, made by factories where given; or None."""
     if given is None:
         return None
     if isinstance(given, Mapping):
@@ -560,10 +553,7 @@ def checked_max_time_s(max_time: str | Time | None) -> float:
 def own_loggers(
     checkpoints: Checkpoints, log: bool | str | os.PathLike[str] | None, progress: bool
 ) -> list[Logger]:
-    """Make the default loggers of a Trainer: JSON lines and a progress bar.
-
-    The log of an encrypted run is not put into its root, where it would be unencrypted.
-    """
+    """Make a Trainer's default loggers: a progress bar, and JSON lines unless encrypted."""
     root = checkpoints.root
     root = root.local if isinstance(root, Tiered) else root
     loggers: list[Logger] = []

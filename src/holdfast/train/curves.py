@@ -253,10 +253,7 @@ def _parse_length(given: str | Time | None, what: str = "length") -> Time | None
 
 
 class CurveScheduler(LRScheduler):
-    """Sets the rates of an optimizer by a `Curve`; the Trainer tells it where the run stands.
-
-    A torch scheduler in name, so that the rates of its groups count as set by one.
-    """
+    """Torch scheduler that sets rates by a `Curve`, as the Trainer tells it the time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, curve: Curve) -> None:
         # Without super().__init__(), which would step once and count by itself.

@@ -23,10 +23,7 @@ OPEN_TIMEOUT_S = 600.0
 
 
 class Group:
-    """Ranks of a training; every rank makes the same calls in the same order.
-
-    With one rank each method returns what that rank has, without a collective.
-    """
+    """Ranks of a training, which make the same calls in order; one rank needs no collective."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         """Describe the ranks; `device` is where tensors can be exchanged."""
@@ -62,10 +59,7 @@ class Group:
         return found
 
     def from_leader(self, what: str, work: Callable[[], T]) -> T:
-        """Run `work` on the leader alone, and return its result on all ranks.
-
-        All ranks call it. `what` names the work in errors.
-        """
+        """Run `work`, which errors call `what`, on the leader; return its result on all ranks."""
         found: T | None = None
         error: Exception | None = None
         if self.is_leader:

@@ -222,10 +222,7 @@ Entry = str | Image | Table | Histogram
 
 
 def entry_of(value: Any) -> Entry | None:
-    """Return a value of the log as an entry; None for a number, and for what is no entry.
-
-    A tensor or an array of several numbers is a `Histogram`, and a list of mappings a `Table`.
-    """
+    """Return a logged value as an entry, such as `Histogram` or `Table`; None for numbers."""
     if isinstance(value, Entry):
         return value
     if type(value) in (Tensor, nn.Parameter):

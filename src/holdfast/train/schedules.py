@@ -212,13 +212,7 @@ class Schedules:
         metrics: Metrics,
         owner_of: Callable[[str], str | None],
     ) -> None:
-        """Step the schedulers that follow validations, after the parts named in `regular`.
-
-        Args:
-            regular: names of the parts that were due by their interval.
-            metrics: those of the step and of all parts.
-            owner_of: function from a metric to the part that computes it; None: no part does.
-        """
+        """Step schedulers that follow validations, by `metrics`; `regular` parts were due."""
         if not regular:
             return
         for name, item in self._late.items():
@@ -253,10 +247,7 @@ class Schedules:
 
 
 def _warn_if_in_epochs(name: str, scheduler: Any, goal: Time, epoch: EpochLength) -> None:
-    """Warn if a scheduler would be through early in the first epoch, but its length fits in epochs.
-
-    That is so if the length is at most the run's epochs, and at most a third of an epoch's steps.
-    """
+    """Warn of a scheduler whose length fits the epochs, and ends early in the first one."""
     lengths: Sequence[tuple[type, str, Callable[[Any], float]]] = (
         (StepLR, "step_size", lambda item: item.step_size),
         (MultiStepLR, "milestones", lambda item: max(item.milestones, default=0)),

@@ -70,10 +70,7 @@ def _restored(
 
 
 class FitStatus:
-    """Status of a Trainer: its current or last call of `fit`, and the step under way.
-
-    Saves can be made between two steps only, where the state is consistent.
-    """
+    """Status of a Trainer's last `fit`, and of the step under way, when no save can be made."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -195,10 +192,7 @@ class FitEnding:
         return self.reason is not None
 
     def meet(self, num_saves: int) -> int:
-        """Agree with the other ranks whether training ends; all ranks call it at the same step.
-
-        Returns how many saves have ended on every rank, where `num_saves` have on this one.
-        """
+        """Agree on whether training ends; return how many saves ended on every rank."""
         reasons: list[EndReason | None] = [None, "max_time", "stopped"]
         mine = reasons.index(self._own_reason())
         # With a root the manager lets the ranks agree on signals.

@@ -99,9 +99,7 @@ class Parallel:
         """Prepare for the batches of one step."""
 
     def enter_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context of a batch's forward and backward pass.
-
-        Gradients are exchanged only in that of the last batch of a step."""
+        """Return a batch's context, in which gradients are exchanged in the step's last only."""
         return nullcontext()
 
     def check_gradients(self) -> None:
@@ -297,10 +295,7 @@ class Sharded(Parallel):
 def chosen_strategy(
     given: Name | Strategy | None, model: nn.Module, group: Group
 ) -> Strategy | None:
-    """Return the strategy that an argument means; None: the model is trained as it is.
-
-    Several ranks train with DDP unless another strategy is given, or the model is sharded already.
-    """
+    """Return the strategy of an argument, DDP for several ranks by default; None for none."""
     refuse_fsdp1({"model": model})
     if isinstance(model, DistributedDataParallel):
         raise UsageError(
@@ -432,10 +427,7 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
 
 @contextmanager
 def _without_hooks(weights: Iterable[Tensor]) -> Iterator[None]:
-    """Call no hooks of parameters until the `with` ends: one may be the step of an optimizer.
-
-    Their dicts are emptied and filled again, for torch and the handles of the hooks refer to them.
-    """
+    """Call no hooks of parameters in the `with`: their dicts, which torch has, are emptied."""
     registered: list[Any] = []
     for weight in weights:
         registered += [weight._backward_hooks, weight._post_accumulate_grad_hooks]

@@ -243,10 +243,7 @@ class ObjectPlan(LoadPlan):
         self.destinations.match(live, self._wanted, self._component, problems)
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
-        """Make the whole state_dict; call the object's `check_state_dict`, or else try the load.
-
-        A list that `check_state_dict` returns has notes for the load.
-        """
+        """Make the state_dict; check it by `check_state_dict`, which may give notes, or a try."""
         placed = Fetching(self.destinations.placed(tensors))
         self._value = Lifting(placed).lift_tree(self._wanted)
         if not self._is_wanted:

@@ -323,10 +323,7 @@ class Pruning(Callback):
 
 
 def sparsity(model: nn.Module) -> float:
-    """Compute the pruned fraction of all weights that have a mask; 0 if none have.
-
-    Waits for the accelerator.
-    """
+    """Compute the pruned fraction of weights with a mask; waits for the accelerator."""
     masks = [mask for name, mask in model.named_buffers() if name.endswith(_MASK)]
     total = sum(mask.numel() for mask in masks)
     return sum(int((mask == 0).sum()) for mask in masks) / total if total else 0.0

@@ -248,10 +248,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def memory_nbytes(model: nn.Module) -> int | None:
-    """Return the most memory that was allocated on the model's device, or that the process had.
-
-    None where the platform does not say.
-    """
+    """Return the most memory allocated on the device, or by the process; None if unknown."""
     device = device_of(model)
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))

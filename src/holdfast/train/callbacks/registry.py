@@ -37,10 +37,7 @@ class HookFailed(HoldfastError):
 
 
 class Callbacks:
-    """Calls the hooks of all callbacks: by priority, then in the order given; loggers last.
-
-    With several ranks only the leader calls those of loggers.
-    """
+    """Calls hooks by priority, then in order, loggers last; those only on the leader."""
 
     def __init__(
         self, callbacks: Iterable[Callback], training: Training, *, is_leader: bool = True
@@ -196,10 +193,7 @@ class Callbacks:
             )
 
     def warn_if_unrecorded(self, hook: Callable[..., None], names: Collection[str]) -> None:
-        """Warn, once for each hook, that no callback records these entries of the log.
-
-        Neither a monitor nor a progress bar records what other callbacks log.
-        """
+        """Warn, once for each hook, that no logger records entries that other callbacks log."""
         kind = hook.__name__
         if not self._is_leader or not names or kind in self._warned_of:
             return  # other ranks call no logger
@@ -223,11 +217,7 @@ class Callbacks:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Call the `close` hook of all callbacks after the block, even if earlier ones raise.
-
-        Raises:
-            HookFailed: the first callback that raised, unless the block did; others are logged.
-        """
+        """Call all `close` hooks after the block; raise the first error at the end."""
         try:
             yield
         except BaseException:

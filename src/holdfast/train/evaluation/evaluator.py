@@ -79,10 +79,7 @@ class Target:
         return (self.entry.step, self.entry.order, self.store.url)
 
     def load_modules(self, weights: Mapping[str, nn.Module], edit: Edit | None) -> Checkpoint:
-        """Load and verify the checkpoint's weights into modules, by component name; claims nothing.
-
-        `edit` may change the stored state before it is compared with the modules.
-        """
+        """Load a checkpoint's verified, perhaps edited, weights into modules; claims nothing."""
         threads = Threads()
         reader = CheckpointSearch(
             catalog=Catalog(self.store),
@@ -122,10 +119,7 @@ class Evaluator:
     def evaluate(
         self, data: Any, which: Which | None, *, is_test: bool = False
     ) -> dict[str, float]:
-        """Validate or test on `data` (None: as the Trainer does), with a checkpoint's weights.
-
-        `which` is None for the weights as they are.
-        """
+        """Validate or test on `data`, with a checkpoint's weights, or if `which` is None as is."""
         if data is not None:
             parts = self._make_validations(data, kind="test" if is_test else "val").parts
         else:

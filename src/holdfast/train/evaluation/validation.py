@@ -329,10 +329,7 @@ class TrainerValidations:
     def count_due_parts(
         self, before: Timestamp, now: Timestamp, *, is_last: bool
     ) -> list[ValidationPart]:
-        """Return the parts that are due, and count them as done at this step.
-
-        A part is due when a multiple of its interval was reached or passed since `before`.
-        """
+        """Return the parts whose interval has passed since `before`, and count them as done."""
         due = self._due_indices(before, now, is_last)
         self._done.update(dict.fromkeys(due, now.step))
         return [self.parts[at] for at in due]
@@ -460,10 +457,7 @@ class WatchedMetricsCheck:
     def __init__(
         self, watchers: Watchers, validations: TrainerValidations, of_epochs: Sequence[str] = ()
     ) -> None:
-        """`watchers` is called at each check, as some find out late what they watch.
-
-        `of_epochs` are names of metrics that come at the end of an epoch.
-        """
+        """Make the check of what `watchers`, called each time, and metrics `of_epochs` are."""
         self._watchers = watchers
         self._validations = validations
         self._of_epochs = of_epochs
@@ -476,10 +470,7 @@ class WatchedMetricsCheck:
             raise UsageError(f"there is nothing to validate on; give validate=…:\n{listing(wrong)}")
 
     def saw(self, metrics: Metrics, *, has_epoch: bool = False) -> None:
-        """Record the names of a step's metrics, until the first validation and end of an epoch.
-
-        `has_epoch`: those of an epoch are among them.
-        """
+        """Record names of a step's metrics, until a validation and, if `has_epoch`, an epoch."""
         if not self._is_checked or self._waits_for_epoch:
             self._seen.update(metrics)
         self._waits_for_epoch &= not has_epoch

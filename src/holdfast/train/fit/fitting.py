@@ -249,10 +249,7 @@ class Fit:
         now.tokens = None if parts.counts.tokens is None else now.tokens or 0
 
     def _train(self, saver: StepSaver, found: Checkpoint | None) -> None:
-        """Train up to the goal, with validations, logs and saves after each step.
-
-        `found` is the checkpoint that training resumed from.
-        """
+        """Train from `found` to the goal, with validations, logs and saves after each step."""
         metrics, is_over = LazyMetrics({}), False
         self._before = self._now = self._followed = self._counters.timestamp
         begun_at = self._ending.begun_at = self._now.step
@@ -463,10 +460,7 @@ class Fit:
         return self._metrics
 
     def _validate_late(self, saver: StepSaver, found: Checkpoint) -> Metrics:
-        """Do the validation that a signal or an error prevented at the checkpoint's step.
-
-        The checkpoint is then saved again with its metrics, for selecting the best one.
-        """
+        """Do the validation that an end prevented at this step, and save its metrics, too."""
         step = self._counters.step
         parts = self._evaluator.validations.made_up(self._counters.unvalidated, step)
         numbers = self._counters.step_numbers

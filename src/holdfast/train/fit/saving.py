@@ -39,10 +39,7 @@ _ONLY_STEP: Sequence[Event] = ["step"]
 
 
 class Saves:
-    """Saves that a manager has begun, in order, and how long they took in the background.
-
-    A sink of the manager's events.
-    """
+    """Event sink of saves that a manager has begun, in order, and their time in the background."""
 
     def __init__(self) -> None:
         self.begun: list[PendingSave] = []
@@ -67,11 +64,7 @@ class Saves:
 
 
 class StepSaver:
-    """Saves at the ends of steps, and retries failed saves.
-
-    Logs a warning when a save failed, tries again at the next step, and raises at the third
-    failure in a row.
-    """
+    """Saves at the ends of steps; a failed save is retried, and the third in a row raises."""
 
     def __init__(
         self,
@@ -107,11 +100,7 @@ class StepSaver:
         return self._num_reported + sum(1 for _ in takewhile(PendingSave.done, self._begun))
 
     def agree_on_ended_saves(self, num_ended: int) -> None:
-        """Agree with the other ranks on the saves that have ended on all of them, by number.
-
-        From now on only ends that all ranks know are reported. What has failed on any rank has
-        failed for all, as each would try it again alone.
-        """
+        """Agree on the saves that ended on all ranks, to report these; one failure fails all."""
         ended = self._begun[: num_ended - self._num_reported]
         failed = [int(save.failure() is not None) for save in ended]
         self._failed_somewhere = self._group.max(failed) if failed else []
@@ -135,10 +124,7 @@ class StepSaver:
     def save_and_wait(
         self, events: Sequence[Event], metrics: Metrics, reason: str, *, again: bool
     ) -> None:
-        """Save the current step and wait until it is durable.
-
-        No-op if it is saved already, unless `again`: the state has changed since.
-        """
+        """Save this step, unless it is saved and not `again` changed; wait until it is durable."""
         self._await()
         if again:
             self._saved_step = None
@@ -302,10 +288,7 @@ def _update_statistics(swa: EqualAverage, update: Update) -> None:
 def check_health(
     policy: Policy, step: int, model: nn.Module, metrics: Mapping[str, float], group: Group
 ) -> tuple[str, ...]:
-    """Check that loss and weights are finite, before a save; returns what is not, on any rank.
-
-    The reasons go into the manifest. Reads every weight once, and waits for the accelerator.
-    """
+    """Check all weights and the loss; return those that are not finite on any rank."""
     own = [*_wrong_loss(metrics), *_wrong_weights(model)]
     reasons = tuple(dict.fromkeys(reason for found in group.gather_values(own) for reason in found))
     if not reasons:

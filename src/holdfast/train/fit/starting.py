@@ -104,10 +104,7 @@ class _NoRoot(UsageError, AttributeError):
 
 
 class NullManager(CheckpointManager):
-    """Manager of a Trainer without a root, which saves nothing and starts no threads.
-
-    The calls that `fit` makes are no-ops; any other one raises `UsageError`.
-    """
+    """Manager of a Trainer without a root: calls that `fit` makes do nothing, others raise."""
 
     _WHY = (
         "this Trainer has no root (checkpoints=None): it saves nothing, so there is nothing to "
@@ -159,10 +156,7 @@ class NullManager(CheckpointManager):
 
 
 class DryRunManager(NullManager):
-    """Manager of a `fast_dev_run`: a save is checked like any other, and writes nothing.
-
-    So code that saves, waits for its save and marks it runs as it is written.
-    """
+    """Manager of a `fast_dev_run`: checks each save like any other, and writes nothing."""
 
     _WHY = (
         "limits: fast_dev_run: nothing is saved, so there is no store and nothing to load. "

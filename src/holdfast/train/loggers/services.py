@@ -54,10 +54,7 @@ class Replays:
     """
 
     def __init__(self, position: str = "0/0", *, resumed_step: int = 0) -> None:
-        """Start after an earlier process's `position`, for a run resumed from `resumed_step`.
-
-        This step is not done again, so that later records of it are new.
-        """
+        """Start after `position` of an earlier process, for a run resumed from `resumed_step`."""
         match = _POSITION.fullmatch(position)
         if match is None:
             raise FormatError(f"{position!r} is no position of a log such as '120/2'")
@@ -92,11 +89,7 @@ class RunSink:
 
 
 class RunLogger(EntryLogger):
-    """Logs to one run of a service, and continues it after a resume.
-
-    The run's id is in the checkpoints. Steps that are done again are logged once, where the
-    service kept the position of the log.
-    """
+    """Logs to one run of a service, whose id is in checkpoints; repeated steps are logged once."""
 
     _id: str | None = None
 

@@ -66,11 +66,7 @@ class Batches:
         self._rest = iter(())
 
     def window(self, size: int) -> list[Any]:
-        """Take the next `size` batches: fewer at the end of an epoch, none after it.
-
-        All are taken before the first one is trained on, so that between steps the position of the
-        data is at the end of a step's batches.
-        """
+        """Take the next `size` batches at once, so that data is at a step's end between steps."""
         taken, self.own = [], []
         for batch in islice(self._rest, size):
             taken.append(batch)
@@ -84,10 +80,7 @@ class Batches:
         return taken
 
     def _compare_epochs(self, batch: Any) -> None:
-        """Log a warning if the second epoch begins as the first, and another number changes that.
-
-        The Trainer sets no epoch.
-        """
+        """Warn if the second epoch begins as the first, and a set number would change that."""
         before, self._first_batch = self._first_batch, (self._epoch, digest_sample(batch))
         if before is None or before[0] + 1 != self._epoch:
             return
@@ -104,10 +97,7 @@ class Batches:
             )
 
     def _warn_if_held(self, taking: TakenBatches, num_taken: int) -> None:
-        """Log a warning if a wrapper holds batches after the first two windows of an iteration.
-
-        Later ones could lack batches that the wrapper has dropped.
-        """
+        """Warn if a wrapper holds batches after two windows: it may drop later ones."""
         self._num_used += num_taken
         self._held.append(taking.num_taken - self._num_used)
         is_constant = len({*self._held}) == 1 or taking.is_by_other_thread
@@ -144,9 +134,7 @@ class Batches:
         return False
 
     def ended_late(self, num_taken: int, step: int) -> None:
-        """Log a warning, once, if an epoch's end is detected only after its last step.
-
-        `num_taken` batches of the epoch were taken."""
+        """Warn, once, if an epoch's end is detected only after its last step."""
         if self._is_warned or not self._is_trusted:
             return
         if not hasattr(self._data, "at_epoch_end") and length_of(self._data) != num_taken:

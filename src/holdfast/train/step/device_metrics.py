@@ -46,10 +46,7 @@ class LazyMetrics(Mapping[str, float]):
 
 
 class Numbers:
-    """Converts metrics to numbers, as `convert_metric` does, and drops those that are not numbers.
-
-    A bad metric must not end the training, so a warning is logged, once for each name.
-    """
+    """Converts metrics to numbers; others are dropped, with a warning once for each name."""
 
     def __init__(self) -> None:
         self._left_out: set[Any] = set()
@@ -78,10 +75,7 @@ class Numbers:
 
 
 class Mean:
-    """Weighted mean of metrics, summed on their devices, without waiting for them.
-
-    Metrics with another reduction are summed, or compared, without weights.
-    """
+    """Weighted mean of metrics on their devices, without waiting; or another reduction."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor | float] = {}
@@ -97,10 +91,7 @@ class Mean:
         *,
         is_own: bool = True,
     ) -> None:
-        """Add the values of one batch, and the reductions, as `Numbers` returns them.
-
-        Without `is_own` another rank counts the batch: here it adds only the names.
-        """
+        """Add values and reductions of one batch, as of `Numbers`; only names unless `is_own`."""
         self._set_kinds(values, kinds or {})
         weight = weight if is_own else 0.0
         for name, value in values.items():
@@ -128,10 +119,7 @@ class Mean:
             self._add_term(name, total, weight)
 
     def compute_means(self) -> dict[str, Tensor | float]:
-        """Return the means, each over the batches that had the metric, and other reductions.
-
-        Where all weights are zero the mean is zero, as is the gradient.
-        """
+        """Return means over batches with the metric, 0 without weight, and other reductions."""
         return {
             name: reduced_of(self.kinds.get(name, "mean"), total, self._weights[name])
             for name, total in self._sums.items()
@@ -194,11 +182,7 @@ def _divisor(weight: Tensor | float) -> Tensor | float:
 
 
 class RankMeans:
-    """Means and other reductions of a step's metrics over all ranks, by one collective a step.
-
-    The names are those of the first step. One that comes later is this rank's own, and a warning
-    is logged.
-    """
+    """Reductions of a step's metrics over ranks, by one collective; names as in the first step."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -279,11 +263,7 @@ def is_at_hand(value: Tensor) -> bool:
 
 
 def convert_metric(name: str, value: Any) -> Tensor | float:
-    """Convert a metric to a float, or to a copied scalar (double if possible) on its device.
-
-    Raises:
-        UsageError: the value is not one number, or its name is not text.
-    """
+    """Convert a metric to a float or a copied scalar on its device, or raise `UsageError`."""
     if not isinstance(name, str):
         raise UsageError(f"metric {name!r}: its name must be text")
     if isinstance(value, Tensor):

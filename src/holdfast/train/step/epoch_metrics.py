@@ -221,11 +221,7 @@ class Scores:
         return {"ranks": ranks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of this rank.
-
-        Metrics of another number of ranks begin anew, as do those that the state lacks; both with
-        a warning, unless an epoch has just ended.
-        """
+        """Restore this rank's state; of other ranks or metrics, begin anew with a warning."""
         ranks = state.get("ranks")
         if not isinstance(ranks, list) or not ranks:
             raise UsageError("not the state of a Trainer's metrics")

@@ -194,10 +194,7 @@ def _slice_batch(batch: Any, part: slice, size: int) -> Any:
 
 
 class Weighing:
-    """Weighs the losses of a step, and divides its gradients by the total weight.
-
-    Without weights each loss is multiplied by its share of the step, and nothing is divided.
-    """
+    """Weighs a step's losses, by share without weights, and divides its gradients by the total."""
 
     def __init__(self, group: Group, *, is_scaled: bool) -> None:
         """Start; `is_scaled`: losses are scaled for fp16, so that large weights would overflow."""
@@ -216,13 +213,7 @@ class Weighing:
     def weighted(
         self, output: StepOutput, share: float, num_batches: int
     ) -> tuple[Tensor, Tensor | float | None]:
-        """Return the loss for the backward pass, and the batch's weight (None: it has none).
-
-        Args:
-            output: of the loss function.
-            share: part of the step that the batch is, where there are no weights.
-            num_batches: number of losses of the step.
-        """
+        """Return the loss to differentiate, and the batch's weight, if any, else by its `share`."""
         self._check_weights_agree(output.weight is not None)
         if output.weight is None:
             return (output.loss if share == 1 else output.loss * share), None
@@ -241,10 +232,7 @@ class Weighing:
         return loss * factor, weight
 
     def divide(self, parameters: Iterable[Tensor]) -> None:
-        """Divide the gradients by the total weight, of all ranks; a total of zero divides nothing.
-
-        Strategies average the gradients over the ranks.
-        """
+        """Divide gradients, averaged over ranks, by their total weight, unless it is zero."""
         if self._total is None:
             return
         divisor = self._of_ranks(self._total) / self._reference
@@ -275,10 +263,7 @@ class Weighing:
             )
 
     def _agreed_reference(self, weight: Tensor | float, num_batches: int) -> float:
-        """Return a power of two, the same on all ranks, that keeps scaled losses in range.
-
-        It depends on the batches of the step only, so that a resumed run has the same.
-        """
+        """Return a power of two, by this step's batches only, that keeps scaled losses in range."""
         if not self._is_scaled:
             return 1.0
         exponent = math.frexp(float(weight))[1] + (num_batches - 1).bit_length()

@@ -182,10 +182,7 @@ class NanBudget:
     def __init__(
         self, limit: int, group: Group, status: FitStatus, state: Mapping[str, Any]
     ) -> None:
-        """Allow `limit` skipped steps in the whole run.
-
-        A step may change the buffers of the modules in `state`.
-        """
+        """Allow `limit` skipped steps in the run, which restore the buffers of `state`."""
         check_range("skip_nan", limit, 1, 2**31)
         self.limit = limit
         self.num_skipped = 0
@@ -206,10 +203,7 @@ class NanBudget:
 
     @torch.no_grad()
     def must_skip(self, values: Iterable[Tensor | float]) -> bool:
-        """Whether one of these values is not finite on any rank; restores the buffers if so.
-
-        Waits for the device.
-        """
+        """Whether a value is not finite on any rank; waits for the device, restores the buffers."""
         checks = [local(torch.as_tensor(value)).isfinite().all() for value in values]
         # One read for each device, not for each tensor.
         devices = {check.device for check in checks}

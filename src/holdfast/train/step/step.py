@@ -160,10 +160,7 @@ class Update:
     def _gradients_that_fit(
         self, window: Sequence[Any], *, fills_in: bool
     ) -> tuple[Mean, _Outputs]:
-        """Compute the gradients of a step; repeats it with smaller parts when memory runs out.
-
-        All that the failed try has changed is as before then, so that the step is exact.
-        """
+        """Compute a step's gradients, exactly, with smaller parts when memory runs out."""
         while self.micro_batches.is_auto:
             before = self.snapshot()
             try:
@@ -180,10 +177,7 @@ class Update:
         return self._gradients(window, fills_in=fills_in)
 
     def _gradients(self, window: Sequence[Any], *, fills_in: bool) -> tuple[Mean, _Outputs]:
-        """Compute the gradients of a step; returns its metrics, and what `scores` have yet to see.
-
-        They do not see a step that is skipped.
-        """
+        """Compute gradients; return metrics, and what `scores` see unless the step is skipped."""
         pieces, mean = self.micro_batches.split_window(window), Mean()
         unscored: _Outputs = []
         self.weighing.start_step()
@@ -254,10 +248,7 @@ def evaluate(loss: LossFunction, model: nn.Module, batch: Any) -> StepOutput:
 
 
 def moved(batch: Any, device: torch.device | None) -> Any:
-    """Move a batch's tensors to `device`, in any container; None leaves them where they are.
-
-    An object with a `to` method is moved by that.
-    """
+    """Move a batch's tensors and objects with `to`, in any container, to `device`, if given."""
     if device is None:
         return batch
     if isinstance(batch, Tensor):
@@ -275,10 +266,7 @@ def moved(batch: Any, device: torch.device | None) -> Any:
 
 
 def checked_skips(given: Iterable[range]) -> tuple[range, ...]:
-    """Check `skip_steps`: ranges of steps that are counted, but not trained on.
-
-    Their data made the loss jump, for example.
-    """
+    """Check `skip_steps`, ranges of steps that are counted and not trained, as for bad data."""
     ranges = tuple(given)
     for item in ranges:
         if not isinstance(item, range) or item.step != 1 or not 1 <= item.start < item.stop:

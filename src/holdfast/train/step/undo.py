@@ -109,11 +109,7 @@ class StepUndo:
 
     @contextmanager
     def validating(self) -> Iterator[None]:
-        """Restore the state after the block if it is interrupted.
-
-        Raises:
-            Interrupted: a stop was requested.
-        """
+        """Restore the state after the block if a stop interrupts it, by `Interrupted`."""
         if self._stop is None and not self._is_exact:
             yield
             return
@@ -135,11 +131,7 @@ class StepUndo:
             self._is_validating, self._before_validation = False, None
 
     def validation_started(self) -> None:
-        """Let a stop wait for the validation if hooks have changed the weights for it.
-
-        Call it after the hooks. Only the hooks of the end restore the weights, such as those of an
-        average that is swapped in: before that, nothing can be saved.
-        """
+        """Let a stop wait for the validation if hooks have just changed the weights for it."""
         if self._before_validation is not None:
             self._is_validating = (
                 self._stop is not None and not self._before_validation.find_changed()
