@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import numpy as np
 import pytest
 from tests.serve.client import Page
 from tests.serve.test_pages import folders, text_of
@@ -17,7 +17,6 @@ from holdfast.cli.diff import diff
 from holdfast.cli.log import log_root
 from holdfast.cli.ls import list_root
 from holdfast.cli.output import format_nbytes, number
-from holdfast.cli.plot import plot
 from holdfast.cli.prune import forecast_deletions
 from holdfast.cli.resume_plan import plan_of
 from holdfast.cli.show import show
@@ -25,7 +24,8 @@ from holdfast.cli.stats import stats
 from holdfast.cli.target import open_root
 from holdfast.cli.verify import verify_target
 from holdfast.cli.watch import Watcher
-from holdfast.cli.web.figures import thinned
+from holdfast.cli.web.curves import Curve, draw_on, make_grid, panel_of
+from holdfast.cli.web.table import Row, make_columns, make_spark, sort_rows
 
 Rows = list[list[str]]
 
@@ -83,8 +83,9 @@ def test_size_and_last_step_are_those_of_watch(page: Page, run_root: Path, path:
     seen = Watcher(open_root(str(run_root))).observe_root()
     text = text_of(page.whole(path))
     if path == "/":
-        assert f"last step {seen.last_step}" in text
-        assert f"checkpoints {len(seen.checkpoints)} size {format_nbytes(seen.nbytes)}" in text
+        row = f" ago {len(seen.checkpoints)} {format_nbytes(seen.nbytes)}"
+        assert f"ended {seen.last_step} " in text
+        assert row in text
     else:
         assert f"step {seen.last_step}, saved" in text
         assert f"{len(seen.checkpoints)} checkpoints, {format_nbytes(seen.nbytes)}" in text
@@ -120,9 +121,10 @@ def test_lives_saves_and_costs_are_those_of_log(page: Page, run_root: Path) -> N
         cost = save.cost
         assert near(row[3:6], (cost.stall_s, cost.write_s, cost.durable_s)), row
     data = json.loads(page.whole("/r/run/costs.json"))
-    for one in data["series"]:
-        expected = [[save.step, getattr(save.cost, f"{one['name']}_s")] for save in known[::-1]]
-        assert one["points"] == expected
+    drawn = sorted([*reversed(known)], key=lambda save: save.step or 0)
+    assert data["x"] == [save.step for save in drawn]
+    for one in data["panels"][0]["curves"]:
+        assert one["mean"] == [getattr(save.cost, f"{one['name']}_s") for save in drawn]
 
 
 def test_what_is_to_come_is_that_of_forecast_and_resume_plan(page: Page, run_root: Path) -> None:
@@ -144,22 +146,16 @@ def test_what_is_to_come_is_that_of_forecast_and_resume_plan(page: Page, run_roo
     ]
 
 
-def test_the_curve_and_its_table_are_those_of_plot(page: Page, run_root: Path) -> None:
-    found: Any = plot(str(run_root), output=None, metrics=(), log=None).document
-    drawn = json.loads(page.whole("/r/run/plot.json"))["plot"]
-    assert drawn["series"] == msgspec.to_builtins(found.series)
-    assert drawn["starts"] == msgspec.to_builtins(found.starts)
+def test_the_curves_and_their_table_are_what_was_saved(page: Page, run_root: Path) -> None:
+    listed: Any = list_root(str(run_root)).document
+    standing = sorted((one.step, one.metrics) for one in listed.checkpoints if one.in_lineage)
+    drawn = json.loads(page.whole("/r/run/curves.json"))
+    by_step = dict(zip(drawn["x"], drawn["panels"][0]["curves"][0]["mean"], strict=True))
+    assert {step: value for step, value in by_step.items() if value is not None} == {
+        step: metrics["loss"] for step, metrics in standing
+    }
     shown = rows_of(page.whole("/r/run/numbers"), "Numbers by step")
-    by_name = [dict(map(tuple, series.points)) for series in found.series]
-    steps = sorted({step for points in by_name for step in points}, reverse=True)
-    assert shown == [
-        [
-            str(int(step)),
-            "saved" if step in found.saves else "",
-            *("–" if step not in points else number(points[step]) for points in by_name),
-        ]
-        for step in steps
-    ]
+    assert shown == [[str(step), number(metrics["loss"])] for step, metrics in reversed(standing)]
 
 
 def test_a_checkpoint_and_its_tensors_are_those_of_show(page: Page, run_root: Path) -> None:
@@ -218,10 +214,47 @@ def test_what_work_found_is_what_its_command_finds(page: Page, run_root: Path) -
     ]
 
 
-def test_many_points_keep_their_extremes() -> None:
-    points = [[float(step), float(step % 7)] for step in range(50_000)]
-    points[31_234] = [31_234.0, 99.0]
-    found = thinned(points, 2_000)
-    assert len(found) <= 2_000
-    assert max(found, key=lambda point: point[1]) == [31_234.0, 99.0]
-    assert found == sorted(found)
+def make_curve(name: str, values: Any) -> Curve:
+    steps = np.arange(1, len(values) + 1, dtype=np.float64)
+    return Curve(name, steps, steps, np.array(values, np.float64))
+
+
+def test_many_points_keep_their_mean_and_their_extremes() -> None:
+    values = np.arange(50_000) % 7.0
+    values[31_234], values[40_000] = 99.0, np.nan
+    curve = make_curve("loss", values)
+    grid = make_grid([curve.steps], 600, is_whole=True)
+    drawn = draw_on(grid, curve.steps, curve.values)
+    assert (len(grid), grid[0], grid[-1]) == (600, 1, 50_000)
+    assert (max(drawn["high"]), min(drawn["low"])) == (99, 0)
+    assert drawn["mean"][100] == pytest.approx(3, abs=0.1)
+    few = make_curve("val", [2.0, np.inf, 1.0])
+    grid = make_grid([few.steps], 600, is_whole=True)
+    assert draw_on(grid, few.steps, few.values) == {"mean": [2.0, None, 1.0], "per": 1}
+
+
+def test_metrics_of_training_and_validation_share_a_panel() -> None:
+    names = ("loss", "val/loss", "eval_loss", "train.loss", "lr", "test")
+    assert [panel_of(name) for name in names] == ["loss"] * 4 + ["lr", "test"]
+
+
+def test_the_table_has_what_differs_and_sorts_numbers_as_numbers() -> None:
+    def row(name: str, loss: float, **config: str) -> Row:
+        curves = {"loss": make_curve("loss", [3.0, loss])}
+        return Row(name=name, watched=None, curves=curves, config=config)
+
+    rows = [row("a", 2.0, lr="1e-3", seed="1"), row("b", float("nan"), lr="0.01", seed="1")]
+    rows += [row("c", 1.0, lr="2e-4", seed="1"), row("d", 1.5)]
+    columns = make_columns(rows)
+    titles = [column.title for column in columns]
+    assert titles == ["step", "loss", "lr", "last save", "checkpoints", "size"]
+
+    def order(key: str) -> str:
+        return "".join(row.name for row in sort_rows(rows, columns, key))
+
+    assert (order("m:loss"), order("-m:loss")) == ("cdab", "adcb")
+    assert (order("c:lr"), order("-c:lr"), order("-run")) == ("cabd", "bacd", "dcba")
+    spark = make_spark(rows[0], "loss")
+    assert spark is not None
+    assert spark.text == "loss from 3 to 2"
+    assert spark.points == "2.0,3.0 94.0,21.0"

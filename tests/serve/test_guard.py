@@ -29,7 +29,9 @@ def test_the_token_of_the_url_becomes_a_cookie_and_leaves_the_url(page: Page) ->
     assert page.get("/").status == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/r/run", "/static/page.js", "/r/run/plot.json", "/nothing"])
+@pytest.mark.parametrize(
+    "path", ["/", "/r/run", "/static/page.js", "/r/run/curves.json", "/nothing"]
+)
 def test_without_the_token_everything_is_refused(page: Page, path: str) -> None:
     assert page.ask("GET", path).status == 403
     wrong = f"{page.access.cookie}={page.access.token[:-1]}"
@@ -96,7 +98,7 @@ def test_another_page_may_not_read_or_embed(page: Page) -> None:
         {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors"},
         {"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": "cors"},
     ):
-        assert page.get("/r/run/plot.json", **headers).status == 403, headers
+        assert page.get("/r/run/curves.json", **headers).status == 403, headers
     followed = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"}
     assert page.get("/", **followed).status == 200
 
@@ -107,7 +109,7 @@ def test_other_methods_are_refused(page: Page, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/r/run", "/static/page.css", "/nothing", "/r/run/plot.json"]
+    "path", ["/", "/r/run", "/static/page.css", "/nothing", "/r/run/curves.json"]
 )
 def test_every_answer_forbids_what_the_page_does_not_need(page: Page, path: str) -> None:
     for reply in (page.get(path), page.ask("GET", path)):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import html
+import io
 import json
 import re
 import shutil
 import threading
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.cli.roots import flip, folder_of
 from tests.serve.client import WAIT_S, Page, Reply, links, serving
@@ -20,6 +24,8 @@ from holdfast.cli import watch
 from holdfast.cli.options import NAMED, KeySources
 from holdfast.cli.watch import Watcher
 from holdfast.cli.web import checkpoints, jobs, runs
+from holdfast.cli.web.curves import Curve
+from holdfast.cli.web.figures import make_csv
 from holdfast.cli.web.site import MAX_TEXT, _escape_text
 from holdfast.errors import StoreError
 from holdfast.keys import Encryption, from_file
@@ -50,8 +56,7 @@ def test_the_first_page_tells_health_head_and_what_is_deleted_next(page: Page) -
     assert "training" not in text_of(page.whole("/r/run/live"))
     assert re.search(r"step 300, saved .* ago · 5 checkpoints", text_of(page.whole("/r/run/live")))
     roots = text_of(page.whole("/"))
-    assert "last step 300" in roots
-    assert "nothing is wrong with its records" in roots
+    assert re.search(r" run ended 300 0.05 .* ago 5 ", roots)
 
 
 def test_lineage_shows_what_was_left_behind_and_why(page: Page) -> None:
@@ -90,21 +95,43 @@ def test_retention_resume_and_costs_show_the_answers_of_their_commands(
     log: Any = log_root(str(run_root), saves=True).document
     data = json.loads(page.whole("/r/run/costs.json"))
     stalls = {s.step: s.cost.stall_s for session in log.sessions for s in session.saves if s.cost}
-    (series,) = (one for one in data["series"] if one["name"] == "stall")
-    assert {step for step, _ in series["points"]} == {*stalls}
+    assert data["panels"][0]["curves"][0]["name"] == "stall"
+    assert {*data["x"]} == {*stalls}
     assert "durable after" in page.whole("/r/run/costs")
 
 
-def test_the_time_line_has_metrics_saves_starts_and_a_table_behind_it(page: Page) -> None:
-    data = json.loads(page.whole("/r/run/plot.json"))
-    assert {one["name"] for one in data["plot"]["series"]} >= {"loss"}
-    assert [mark["step"] for mark in data["checkpoints"]] == [300, 400, 300, 200, 100]
-    assert [mark["left"] for mark in data["checkpoints"]] == [False, True, True, False, False]
-    assert all(page.get(mark["href"]).status == 200 for mark in data["checkpoints"])
-    chosen = json.loads(page.whole("/r/run/plot.json?metric=loss"))
-    assert [one["name"] for one in chosen["plot"]["series"]] == ["loss"]
-    table = text_of(page.whole("/r/run/numbers"))
-    assert "300 saved 0.05" in table
+def test_curves_have_saves_starts_and_a_table_behind_them(page: Page) -> None:
+    data = json.loads(page.whole("/r/run/curves.json"))
+    (panel,) = data["panels"]
+    assert [(one["name"], one["branch"]) for one in panel["curves"]] == [("loss", 0), ("loss", 1)]
+    assert [mark["step"] for mark in data["marks"]] == [100, 200, 300, 400, 300]
+    states = ["kept", "kept", "left-behind", "left-behind", "kept"]
+    assert [mark["state"] for mark in data["marks"]] == states
+    assert all(page.get(mark["href"]).status == 200 for mark in data["marks"])
+    assert [(one["step"], one["failed"]) for one in data["starts"]] == [(200, False)]
+    zoomed = json.loads(page.whole("/r/run/curves.json?from=150&to=350&x=step"))
+    assert zoomed["x"] == [200, 300]
+    assert json.loads(page.whole("/r/run/curves.json?q=nothing"))["panels"] == []
+    assert "300 0.05" in text_of(page.whole("/r/run/numbers"))
+
+
+def test_metrics_are_downloaded_as_csv(page: Page) -> None:
+    for path in ("/r/run/metrics.csv", "/metrics.csv?metric=loss&runs=run"):
+        reply = page.get(path)
+        assert reply.headers["content-type"].startswith("text/csv")
+        head, *rows = csv.reader(io.StringIO(reply.text))
+        assert head == ["run", "step", "time", "loss"]
+        expected = [["run", "100", "0.3"], ["run", "200", "0.15"], ["run", "300", "0.05"]]
+        assert [[row[0], row[1], row[3]] for row in rows] == expected
+        assert all(datetime.fromisoformat(row[2]).tzinfo for row in rows)
+    assert page.get("/metrics.csv?metric=none").status == 404
+    assert page.get("/curves.json?runs=none").status == 404
+
+
+def test_names_in_csv_are_no_formulas() -> None:
+    curve = Curve("=1+1", *(np.array([1.0]) for _ in range(3)))
+    head, row = csv.reader(io.StringIO(make_csv({"@run": {"=1+1": curve}}, ["=1+1"])))
+    assert (head[3], row[0]) == ("'=1+1", "'@run")
 
 
 def test_the_list_is_filtered_by_all_words(page: Page) -> None:
@@ -168,7 +195,7 @@ def test_every_link_of_every_page_leads_to_a_page(page: Page) -> None:
 
 def pages_of(page: Page, name: str, root: Path) -> list[str]:
     """Return the addresses of all pages of a run."""
-    parts = [*TABS, "/numbers", "/newest", "/live", "/plot.json", "/costs.json"]
+    parts = [*TABS, "/numbers", "/newest", "/live", "/curves.json", "/costs.json"]
     found = [f"/r/{name}{tab}" for tab in parts]
     for folder in folders(root):
         found += [f"/r/{name}/c/{folder}", f"/r/{name}/c/{folder}/tensors"]
@@ -193,7 +220,7 @@ def test_markup_in_names_is_shown_as_text(page: Page, evil_root: Path) -> None:
             assert "<img" not in text
             assert not re.search(r"<[^>]*\sonerror=[^>]*>", re.sub(r'"[^"]*"', '""', text))
     assert sum(EVIL in html.unescape(text) for text in texts) > 8
-    data = page.get(f"/r/{name}/plot.json")
+    data = page.get(f"/r/{name}/curves.json")
     assert data.headers["content-type"].startswith("application/json")
     assert data.headers["x-content-type-options"] == "nosniff"
 
@@ -232,7 +259,7 @@ def test_names_that_lead_elsewhere_are_not_found(page: Page, run_root: Path, up:
             f"/{up}",
             f"/r/run/c/{newest}/{up}",
         ),
-        f"/r/run/plot.json?metric={up}",
+        f"/curves.json?runs={up}",
     ):
         assert page.get(path).status == 404, path
     text = up.replace("%2f", "/").replace("%2e", ".")

@@ -102,7 +102,7 @@ def test_a_root_that_cannot_be_reached_is_shown_as_such_beside_the_others(run_ro
         assert errors["run"] is None
         assert "Check the address" in errors["other"]
         opened, text = browser(), ""
-        while not ("It is tried again" in text and "<dd>300</dd>" in text):
+        while not ("It is tried again" in text and ">300</td>" in text):
             assert process.poll() is None
             with opened.open(said["url"], timeout=30) as reply:
                 text = reply.read().decode()
@@ -229,7 +229,7 @@ def test_a_thousand_checkpoints_of_ten_thousand_tensors_are_shown_at_once(large_
             time.sleep(0.05)
         for words in ("t100", "step-0001", "interval", "99"):
             assert min(took(f"/r/run/checkpoints?q={words}")[0] for _ in range(3)) < 0.1, words
-        for path in ("", "/lineage", "/retention", "/resume", "/costs", "/plot.json", "/numbers"):
+        for path in ("", "/lineage", "/retention", "/resume", "/costs", "/curves.json", "/numbers"):
             assert took(f"/r/run{path}")[0] < 1, path
             while any(
                 text in took(f"/r/run{path}")[1] for text in ("load delay", 'pending": true')

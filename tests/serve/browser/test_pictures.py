@@ -20,39 +20,49 @@ def test_the_time_line_is_drawn_and_a_click_on_a_mark_opens_its_checkpoint(
     tab: Tab, page: Page, run_root: Path
 ) -> None:
     enter(tab, page, "/r/run")
-    drawn = colors(tab, "#time-line canvas")
+    drawn = colors(tab, "#curves canvas")
     assert drawn
     assert min(drawn) > 3
-    assert {"loss"} <= {*tab.text("#time-line").split()}
+    assert {"loss"} <= {*tab.text("#curves .u-title").split()}
     rect = tab.run(
-        "const r = document.querySelector('#time-line .u-over').getBoundingClientRect();"
+        "const r = document.querySelector('#curves .u-over').getBoundingClientRect();"
         "return [r.x, r.y, r.width, r.height]"
     )
     left, middle = rect[0] + 2, rect[1] + rect[3] / 2
     for x in range(0, int(rect[2]), 4):  # marks are within 12 of each place at most
         tab.point(left + x, middle)
-        if "step 100," in tab.text("#time-line-note"):
+        if "step 100," in tab.text("#curves-note"):
             break
     oldest = folders(run_root)[-1]
-    assert "step 100, interval" in tab.text("#time-line-note")
+    assert "step 100, interval" in tab.text("#curves-note")
     for kind in ("mousePressed", "mouseReleased"):
         at = {"x": left + x, "y": middle, "button": "left", "clickCount": 1}
         tab.send("Input.dispatchMouseEvent", type=kind, **at)
     tab.wait_for("location.pathname === a[0]", f"/r/run/c/{oldest}")
 
 
-@pytest.mark.full
-def test_a_metric_is_chosen_and_the_numbers_are_in_a_table(tab: Tab, page: Page) -> None:
-    enter(tab, page, "/r/run")
+def test_runs_are_chosen_smoothed_and_sorted(tab: Tab, page: Page) -> None:
+    enter(tab, page, "/")
     before = tab.run(_DATA)
-    tab.focus("#metric")
-    tab.press("ArrowDown")
-    assert tab.run("return document.querySelector('#metric').value") == "loss"
-    tab.wait_for("document.querySelectorAll('#time-line .panel').length === 1")
+    assert tab.run("return [...document.querySelectorAll('tbody .name a')].length") == 2
+    tab.click("input[value=run]")
     tab.wait_for(f"(() => {{ {_DATA} }})() !== a[0]", before)
-    assert min(colors(tab, "#time-line canvas")) > 3
-    tab.click(".legend a", "the numbers as a table")
-    tab.wait_for_text("0.05", "tbody")
+    assert tab.run("return document.querySelector('input[value=run]').checked") is False
+    tab.click("thead a", "step")
+    tab.wait_for("document.querySelector('[aria-sort=ascending]')?.textContent === 'step'")
+    assert tab.run("return document.querySelector('input[value=run]').checked") is False
+    tab.click("input[value=run]")
+    tab.wait_for_text("loss", "#curves .u-title")
+    for key, control in (("Space", "log"), ("ArrowRight", "smooth"), ("ArrowDown", "x")):
+        before = tab.run(_DATA)
+        tab.focus(f"[name={control}]")
+        tab.press(key, times=20 if control == "smooth" else 1)
+        tab.wait_for(f"(() => {{ {_DATA} }})() !== a[0]", before)
+    tab.wait_for_text("time (UTC)", "#curves .u-legend")
+    assert tab.run("return sessionStorage.getItem('holdfast-curves')") == (
+        '{"smooth":0.2,"log":true,"x":"time"}'
+    )
+    assert tab.said == []
 
 
 @pytest.mark.full
@@ -62,8 +72,8 @@ def test_a_picture_is_drawn_again_in_the_dark_and_at_another_width(tab: Tab, pag
     tab.looks(width=1200, height=900, dark=True)
     tab.wait_for(f"(() => {{ {_DATA} }})() !== a[0]", light)
     tab.looks(width=500, height=900, dark=True)
-    tab.wait_for("document.querySelector('#time-line canvas').clientWidth <= 500")
-    assert min(colors(tab, "#time-line canvas")) > 3
+    tab.wait_for("document.querySelector('#curves canvas').clientWidth <= 500")
+    assert min(colors(tab, "#curves canvas")) > 3
     assert tab.said == []
 
 

@@ -84,7 +84,7 @@ def test_scripts_of_another_page_can_neither_read_nor_send(tab: Tab, page: Page)
     kind = {"headers": {"Content-Type": "application/x-www-form-urlencoded"}}
     with another_site() as url:
         tab.open(url)
-        for path in ("/r/run/plot.json", "/", "/r/run/live"):
+        for path in ("/r/run/curves.json", "/", "/r/run/live"):
             with pytest.raises(Failed, match="Failed to fetch"):
                 tab.run(_SEND, page.origin + path, {"credentials": "include"})
         for options in (body, {**body, **kind}):
@@ -123,5 +123,5 @@ def test_a_host_that_resolves_to_this_machine_is_refused(tab: Tab, page: Page) -
     for path in ("/", f"/?token={page.access.token}"):
         tab.open(rebound + path)
         assert tab.text().startswith("This server is reached as 127.0.0.1 or localhost")
-    status = tab.run("return (await fetch('/r/run/plot.json')).status")
+    status = tab.run("return (await fetch('/r/run/curves.json')).status")
     assert status == 403

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -13,13 +13,21 @@ from starlette.responses import RedirectResponse, Response
 from holdfast.cli.diff import diff as compare
 from holdfast.cli.ls import Listed
 from holdfast.cli.output import Answer
-from holdfast.cli.show import Show, StoredTensor, show
+from holdfast.cli.show import Show, Shown, StoredTensor, show
 from holdfast.cli.stats import stats as compute
 from holdfast.cli.verify import verify_target
 from holdfast.cli.web.jobs import Job, told
 from holdfast.cli.web.pages import head_of, of_run
-from holdfast.cli.web.runs import PageRun
-from holdfast.cli.web.site import WHOLE_S, Site, find_checkpoint, given, page_number, select_page
+from holdfast.cli.web.runs import LastAnswer, PageRun
+from holdfast.cli.web.site import (
+    WHOLE_S,
+    Site,
+    coming,
+    find_checkpoint,
+    given,
+    page_number,
+    select_page,
+)
 
 POLL_MS, SLOW_POLL_MS = 500, 2000
 """How soon the page of a job asks again for its progress, at first and after `SOON_S` seconds."""
@@ -30,9 +38,7 @@ async def checkpoint(site: Site, run: PageRun, request: Request) -> Response:
     """Show the manifest of a checkpoint."""
     listed = await site.checkpoint(request, run)
     common = await of_run(run, "checkpoints")
-    seen = await run.get_answer(
-        f"show {listed.folder}", lambda: show(_name_checkpoint(run, listed.folder), tensors=False)
-    )
+    seen = await _show(run, listed.folder)
     listing = await site.wait_for_list(run)
     values = {
         **given(seen),
@@ -42,6 +48,12 @@ async def checkpoint(site: Site, run: PageRun, request: Request) -> Response:
         "folders": {one.folder for one in listing.checkpoints},
     }
     return site.page(request, "checkpoint.html", {**common, **values})
+
+
+async def _show(run: PageRun, folder: str) -> LastAnswer:
+    return await run.get_answer(
+        f"show {folder}", lambda: show(_name_checkpoint(run, folder), tensors=False)
+    )
 
 
 def _before(listed: Listed, checkpoints: Sequence[Listed]) -> str | None:
@@ -140,16 +152,44 @@ async def begin_stats(site: Site, run: PageRun, request: Request) -> Response:
 
 
 async def comparison(site: Site, run: PageRun, request: Request) -> Response:
-    """Ask which two checkpoints to compare."""
+    """Show in what the manifests of two checkpoints differ, the newest two if none are named."""
     common, listed = await of_run(run, "compare"), await site.wait_for_list(run)
     folders = [one.folder for one in listed.checkpoints]
     a, b = (request.query_params.get(name, "") for name in ("a", "b"))
+    a = a if a in folders else (folders[1] if len(folders) > 1 else "")
+    b = b if b in folders else (folders[0] if folders else "")
+    seen = [await _show(run, folder) for folder in (a, b) if folder]
+    shown = [one.document.checkpoint for one in seen if one.document is not None]
     values = {
+        **(given(*seen) if seen else {"answer": None, "error": None, **coming()}),
         "checkpoints": listed.checkpoints,
-        "a": a if a in folders else (folders[1] if len(folders) > 1 else ""),
-        "b": b if b in folders else (folders[0] if folders else ""),
+        "a": a,
+        "b": b,
+        "parts": _find_differences(*shown) if len(shown) == 2 else None,
     }
     return site.page(request, "compare.html", {**common, **values})
+
+
+def _find_differences(a: Shown, b: Shown) -> list[tuple[str, str, Any, Any]]:
+    """Return what differs in two manifests: the part, the name, and both values."""
+    parts: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
+        ("counter", a.timestamp, b.timestamp),
+        ("metric", a.metrics, b.metrics),
+        ("config", a.config, b.config),
+        ("environment", a.environment, b.environment),
+        ("numerics", a.numerics, b.numerics),
+        ("bytes of", _sizes_of(a), _sizes_of(b)),
+    ]
+    return [
+        (part, name, one.get(name), other.get(name))
+        for part, one, other in parts
+        for name in sorted({*one, *other})
+        if one.get(name) != other.get(name)
+    ]
+
+
+def _sizes_of(shown: Shown) -> dict[str, int]:
+    return {name: part["nbytes"] for name, part in shown.components.items()}
 
 
 async def begin_diff(site: Site, run: PageRun, request: Request) -> Response:

@@ -13,16 +13,16 @@ from holdfast.cli.documents import Owner
 from holdfast.cli.log import ENDINGS, Log
 from holdfast.cli.ls import Listed, Ls
 from holdfast.cli.output import Answer, TextTable
-from holdfast.cli.plot import Plot
-from holdfast.cli.plot import plot as plot_root
 from holdfast.cli.prune import Forecast, forecast_deletions
 from holdfast.cli.resume_plan import plan_of
 from holdfast.cli.uploads import show_uploads
 from holdfast.cli.watch import WatchedRun
-from holdfast.cli.web.figures import costly, metric_names, picture, read_log
+from holdfast.cli.web.curves import RunCurves
+from holdfast.cli.web.figures import costly, picture, read_log, read_run, rows_of
 from holdfast.cli.web.jobs import told
 from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
 from holdfast.cli.web.site import WHOLE_S, Site, coming, given, page_number, select_page
+from holdfast.cli.web.table import Row, make_columns, make_spark, metric_names, sort_rows
 
 _MAX_FINDINGS = 3
 """Findings of one kind that are shown."""
@@ -32,25 +32,40 @@ _NEWEST = 8
 
 
 async def roots(site: Site, request: Request) -> Response:
-    """Show all runs, each with its verdict."""
-    cards = await gather(*(_card(run) for run in site.runs.values()))
+    """Show all runs as a table that sorts, and curves of several in one picture."""
+    cards = await gather(*map(_card, site.runs.values()))
+    by_name = {card["row"].name: card for card in cards}
+    rows = [card["row"] for card in cards]
+    columns, metrics = make_columns(rows), metric_names(rows)
+    order = request.query_params.get("sort", "")
     retries_ms = [card["retry_ms"] for card in cards if card["retry_ms"] is not None]
-    values = {"cards": cards, "retry_ms": min(retries_ms, default=None)}
+    values = {
+        "cards": [by_name[row.name] for row in sort_rows(rows, columns, order)],
+        "sparks": {row.name: make_spark(row, metrics[0]) for row in rows if metrics},
+        "columns": columns,
+        "metrics": metrics,
+        "sort": order,
+        "retry_ms": min(retries_ms, default=None),
+        "seen": sum(run.version for run in site.runs.values()),
+    }
     return site.page(request, "roots.html", values)
 
 
 async def _card(run: PageRun) -> dict[str, Any]:
-    looked, listed = await gather(run.watch_run(), run.list_checkpoints())
-    document = listed.document
-    found = findings(document, looked.answer)
+    looked, listed, curves = await gather(run.watch_run(), run.list_checkpoints(), read_run(run))
+    found = findings(listed.document, looked.answer)
+    known: RunCurves | None = curves.document
     return {
         "run": run,
-        "watched": looked.answer,
-        "listed": document,
+        "row": Row(
+            name=run.name,
+            watched=looked.answer,
+            curves={} if known is None else known.standing(),
+            config={} if known is None else known.config,
+        ),
         "error": told(looked.error or listed.error),
-        "findings": found,
-        "is_wrong": is_wrong(found),
-        **coming(looked, listed),
+        "wrong": [finding for finding in found if finding.level == "bad"],
+        **coming(looked, listed, curves),
     }
 
 
@@ -88,7 +103,6 @@ async def overview(site: Site, run: PageRun, request: Request) -> Response:
         "is_wrong": is_wrong(found),
         "head": head,
         "rows": _pair_rows(seen.answer)[:_NEWEST] if seen.answer is not None else [],
-        "metrics": [] if listed is None else metric_names(listed),
         "forecast": coming.document,
         "forecast_error": told(coming.error),
     }
@@ -212,24 +226,16 @@ async def costs(site: Site, run: PageRun, request: Request) -> Response:
     return site.page(request, "costs.html", {**common, **values})
 
 
-async def plot_table(site: Site, run: PageRun, request: Request) -> Response:
-    """Show the numbers behind the time line."""
-    common = await of_run(run, "overview")
-    seen = await run.get_answer(
-        "plot ", lambda: plot_root(run.root, output=None, metrics=(), log=None)
-    )
-    plot: Plot | None = seen.document
-    names = [] if plot is None else [series.name for series in plot.series]
-    by_step: dict[float, dict[str, float]] = {}
-    for series in [] if plot is None else plot.series:
-        for step, value in series.points:
-            by_step.setdefault(step, {})[series.name] = value
-    saved = set() if plot is None else {*plot.saves}
+async def numbers(site: Site, run: PageRun, request: Request) -> Response:
+    """Show the numbers behind the curves."""
+    common, seen = await gather(of_run(run, "overview"), read_run(run))
+    found: RunCurves | None = seen.document
+    curves = {} if found is None else found.standing()
     rows = [
-        (int(step), step in saved, [by_step[step].get(name) for name in names])
-        for step in sorted(by_step, reverse=True)
+        (step, [values.get(name) for name in curves])
+        for step, (_, values) in reversed(rows_of(curves).items())
     ]
-    values = {**given(seen), **select_page(rows, page_number(request)), "names": names}
+    values = {**given(seen), **select_page(rows, page_number(request)), "names": [*curves]}
     return site.page(request, "numbers.html", {**common, **values})
 
 

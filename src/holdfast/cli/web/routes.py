@@ -30,6 +30,7 @@ def make_app(roots: Sequence[str], access: Access) -> ASGIApp:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         for run in site.runs.values():
             await run.list_checkpoints(patience_s=0)  # so that the first page finds it
+            await figures.read_run(run, patience_s=0)
         yield
         site.jobs.stop_all()
         for run in site.runs.values():
@@ -55,14 +56,17 @@ def _routes() -> list[Route]:
     run, one = "/r/{run}", "/r/{run}/c/{folder}"
     return [
         _of_site("/", pages.roots),
+        _of_site("/curves.json", figures.site_curves),
+        _of_site("/metrics.csv", figures.site_csv),
         _of_site("/jobs", checkpoints.jobs),
         _of_site("/jobs/{number}", checkpoints.job),
         _of_site("/jobs/{number}/stop", checkpoints.stop_job, method="POST"),
         _of_run(run, pages.overview),
         _of_run(f"{run}/live", pages.live),
         _of_run(f"{run}/newest", pages.newest),
-        _of_run(f"{run}/plot.json", figures.plot_data),
-        _of_run(f"{run}/numbers", pages.plot_table),
+        _of_run(f"{run}/curves.json", figures.run_curves),
+        _of_run(f"{run}/metrics.csv", figures.run_csv),
+        _of_run(f"{run}/numbers", pages.numbers),
         _of_run(f"{run}/checkpoints", pages.checkpoints),
         _of_run(f"{run}/lineage", pages.lineage),
         _of_run(f"{run}/costs", pages.costs),

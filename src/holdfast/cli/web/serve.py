@@ -25,7 +25,7 @@ DEFAULT_PORT = 8770
 _MAX_OPENING = 16
 """Most roots that are opened at the same time."""
 _HOST = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
-_OWN_PATHS = frozenset({"r", "jobs", "static"})
+_OWN_PATHS = frozenset({"r", "jobs", "static", "curves.json", "metrics.csv"})
 """First parts of the page's paths. With one as the prefix it could not be told whether a proxy has
 taken the prefix off."""
 SERVER: Mapping[str, Any] = {

@@ -91,7 +91,7 @@
 
   // What of an answer can be seen: not whether it is being read again, unless there is nothing yet.
   function visible({ retry_ms, is_pending, ...rest }) {
-    return JSON.stringify([rest, is_pending && !rest.plot && !rest.series?.length]);
+    return JSON.stringify([rest, is_pending && !rest.panels.length]);
   }
 
   function say(box, text) {
@@ -101,14 +101,19 @@
     box.replaceChildren(note);
   }
 
+  // What a person has chosen for curves, on all pages of this tab.
+  const KEY = "holdfast-curves";
+  const view = { smooth: 0, log: false, x: "step" };
+  try { Object.assign(view, JSON.parse(sessionStorage.getItem(KEY))); } catch { /* the usual ones */ }
+
   // Reads until the server has what is drawn; draws only what changed.
   function keepDrawn(box, urlOf, draw) {
     let drawn = "", turn = 0, last = null;
-    const redraw = () => { if (last) draw(box, last); };
+    const redraw = () => { if (last) draw(last); };
     async function again() {
       const mine = ++turn;
       let found;
-      try { found = await read(urlOf()); } catch { return say(box, "The picture cannot be read now."); }
+      try { found = await read(urlOf()); } catch { return say(box, "The curves cannot be read now."); }
       if (mine !== turn) return;
       const text = visible(found);
       if (text !== drawn) { drawn = text; last = found; redraw(); }
@@ -121,77 +126,97 @@
       if (Math.abs(box.clientWidth - width) > 8) { width = box.clientWidth; redraw(); }
     }).observe(box);
     again();
-    return again;
+    return { again, redraw };
   }
 
-  // Values of several series at the union of their steps.
-  function aligned(series) {
-    const steps = [...new Set(series.flatMap((one) => one.points.map((point) => point[0])))].sort((a, b) => a - b);
-    const at = new Map(steps.map((step, index) => [step, index]));
-    const columns = series.map((one) => {
-      const column = new Array(steps.length).fill(undefined);
-      for (const [step, value] of one.points) column[at.get(step)] = value;
-      return column;
+  // Mean that forgets, as in TensorBoard; `per` values of the run are in each place.
+  function smoothed(values, per) {
+    const keep = view.smooth ** per;
+    let mean = 0, weight = 0;
+    return values.map((value) => {
+      if (value === null) return null;
+      mean = keep * mean + (1 - keep) * value;
+      weight = keep * weight + 1 - keep;
+      return mean / weight;
     });
-    return [steps, ...columns];
   }
 
-  function options(title, series, width, more) {
-    const axis = { stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line") }, font: "12px system-ui" };
-    return {
-      title, width, height: 220,
-      cursor: { y: false },
-      scales: { x: { time: false } },
-      axes: [{ ...axis }, { ...axis, size: (_, texts) => 16 + 7.5 * Math.max(3, ...(texts ?? []).map((text) => text.length)), values: (_, ticks) => ticks.map((tick) => Number(tick.toPrecision(6)).toString()) }],
-      series: [
-        { label: "step" },
-        ...series.map((one, index) => ({
-          label: one.name, stroke: color(`--s${(index % 6) + 1}`), width: 2, spanGaps: true,
-          points: { show: one.points.length < 60, size: 5 },
-          value: (_, value) => (value == null ? "–" : Number(value.toPrecision(6)).toString()),
-        })),
-      ],
-      ...more,
+  const digits = (value) => Number(value.toPrecision(6)).toString();
+  const moment = (value, from, to) => new Date(1000 * value).toISOString().replace("T", " ").slice(from, to);
+  const UNITS = [[86400, "days"], [3600, "hours"], [60, "minutes"], [1, "seconds"]];
+
+  // The axis of an answer: its label, its unit in those of the answer, and how it writes values.
+  function axisOf(found) {
+    if (found.axis === "step") return { label: "step", unit: 1, write: digits };
+    if (found.axis === "time") return { label: "time (UTC)", unit: 1, write: (value) => moment(value, 0, 19), isTime: true };
+    const [unit, name] = UNITS.find(([unit]) => (found.x.at(-1) ?? 0) > 2 * unit) ?? UNITS[3];
+    return { label: `${name} since the start`, unit, write: digits };
+  }
+
+  const lineStyle = (size) => ({ stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), size: 4 }, font: "12px system-ui", ...size });
+  const known = (column, at) => { while (at > 0 && column[at] == null) at -= 1; return column[at]; };
+
+  // Columns and series of a panel. What lies below and above a mean is a band around its line.
+  function seriesOf(panel, axis, isLog) {
+    const columns = [], series = [], bands = [];
+    const add = (values, one) => {
+      columns.push(isLog ? values.map((value) => (value > 0 ? value : null)) : values);
+      series.push({ spanGaps: true, width: 2, points: { show: false }, ...one });
     };
+    panel.curves.forEach((curve, index) => {
+      const stroke = color(`--s${(index % 10) + 1}`), isSmooth = view.smooth > 0 && !curve.branch;
+      if (curve.low && !isSmooth) {
+        bands.push({ series: [series.length + 2, series.length + 1], fill: `${stroke}33` });
+        add(curve.low, { class: "aux", stroke: "transparent", width: 0 });
+        add(curve.high, { class: "aux", stroke: "transparent", width: 0 });
+      }
+      if (isSmooth) add(curve.mean, { class: "aux", stroke: `${stroke}55`, width: 1 });
+      add(isSmooth ? smoothed(curve.mean, curve.per) : curve.mean, {
+        label: curve.branch ? `${curve.name}, left behind in session ${curve.branch}` : curve.name,
+        stroke: curve.branch ? `${stroke}99` : stroke, dash: curve.branch ? [4, 4] : undefined,
+        points: { show: curve.mean.filter((value) => value !== null).length < 60, size: 5 },
+        value: (plot, _, at, index) => { const value = known(plot.data[at], index ?? plot.data[0].length - 1); return value == null ? "–" : digits(value); },
+      });
+    });
+    const x = { label: axis.label, value: (plot, _, at, index) => axis.write(plot.data[0][index ?? plot.data[0].length - 1]) };
+    return { columns, series: [x, ...series], bands };
   }
 
-  function marksOf(found) {
-    const starts = found.plot.starts.filter((start) => start.step !== null);
-    return (plot) => {
-      const { ctx, bbox } = plot, ratio = devicePixelRatio || 1;
-      ctx.save();
-      ctx.beginPath(); ctx.rect(bbox.left - 6 * ratio, bbox.top, bbox.width + 12 * ratio, bbox.height + 8 * ratio); ctx.clip();
-      for (const start of starts) {
-        const x = plot.valToPos(start.step, "x", true);
-        ctx.strokeStyle = color(start.before === "failed" ? "--bad" : "--good");
-        ctx.lineWidth = 1.5 * ratio;
-        ctx.setLineDash(start.before === "failed" ? [] : [5 * ratio, 4 * ratio]);
-        ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke();
-      }
-      ctx.setLineDash([]);
-      const y = bbox.top + bbox.height - 5 * ratio;
-      ctx.lineWidth = 1.5 * ratio; ctx.strokeStyle = color("--accent");
-      for (const mark of found.checkpoints) {
-        const x = plot.valToPos(mark.step, "x", true);
-        ctx.fillStyle = color(mark.left ? "--back" : "--accent");
-        ctx.beginPath(); ctx.arc(x, y, 3.5 * ratio, 0, 7); ctx.fill(); ctx.stroke();
-      }
-      ctx.restore();
-    };
+  function drawMarks(plot, found, axis) {
+    const { ctx, bbox } = plot, ratio = devicePixelRatio || 1;
+    const place = (one) => plot.valToPos(one[found.axis] / axis.unit, "x", true);
+    ctx.save();
+    ctx.beginPath(); ctx.rect(bbox.left - 6 * ratio, bbox.top, bbox.width + 12 * ratio, bbox.height + 8 * ratio); ctx.clip();
+    ctx.lineWidth = 1.5 * ratio;
+    for (const start of found.starts) {
+      if (start[found.axis] === null) continue;
+      ctx.strokeStyle = color(start.failed ? "--bad" : "--good");
+      ctx.setLineDash(start.failed ? [] : [5 * ratio, 4 * ratio]);
+      ctx.beginPath(); ctx.moveTo(place(start), bbox.top); ctx.lineTo(place(start), bbox.top + bbox.height); ctx.stroke();
+    }
+    ctx.setLineDash([]);
+    for (const mark of found.marks) {
+      if (mark[found.axis] === null) continue;
+      ctx.strokeStyle = color(mark.state === "deleted" ? "--gone" : "--accent");
+      ctx.fillStyle = color({ kept: "--accent", deleted: "--gone" }[mark.state] ?? "--back");
+      ctx.beginPath(); ctx.arc(place(mark), bbox.top + bbox.height - 5 * ratio, (mark.state === "deleted" ? 2.5 : 3.5) * ratio, 0, 7); ctx.fill(); ctx.stroke();
+    }
+    ctx.restore();
   }
 
-  function nearest(plot, found, left) {
+  function nearest(plot, found, axis) {
     let best = null, least = 12;
-    for (const mark of found.checkpoints) {
-      const away = Math.abs(plot.valToPos(mark.step, "x") - left);
+    for (const mark of found.marks) {
+      if (mark[found.axis] === null) continue;
+      const away = Math.abs(plot.valToPos(mark[found.axis] / axis.unit, "x") - plot.cursor.left);
       if (away <= least) { least = away; best = mark; }
     }
     return best;
   }
 
-  function padded(low, high, steps) {
-    const first = steps.reduce((a, b) => Math.min(a, b), low), last = steps.reduce((a, b) => Math.max(a, b), high);
-    const more = Math.max((last - first) * 0.01, 1);
+  function padded(low, high, places) {
+    const first = places.reduce((a, b) => Math.min(a, b), low), last = places.reduce((a, b) => Math.max(a, b), high);
+    const more = (last - first) * 0.01 || 1;
     return [first - more, last + more];
   }
 
@@ -202,53 +227,111 @@
     return uPlot.rangeNum(low - more / 2, high + more / 2, 0.1, true);
   }
 
-  function drawTimeLine(box, found) {
-    if (!found.plot) return found.error ? say(box, found.error.text) : undefined;
-    const panels = new Map();
-    for (const one of found.plot.series) panels.set(one.panel, [...(panels.get(one.panel) ?? []), one]);
+  // `zoom` is called with the ends of a stretch that a person has chosen, or without.
+  function drawPanel(box, place, panel, found, zoom) {
+    const axis = axisOf(found), isLog = view.log && found.axis !== undefined, { columns, series, bands } = seriesOf(panel, axis, isLog);
+    const places = found.marks.map((mark) => mark[found.axis]).filter((at) => at !== null).map((at) => at / axis.unit);
     const note = document.getElementById(`${box.id}-note`);
-    found.checkpoints.sort((a, b) => b.left - a.left);  // what the run stands on is drawn above
-    box.replaceChildren();
-    for (const [title, series] of panels) {
-      const panel = document.createElement("div");
-      panel.className = "panel";
-      box.append(panel);
-      const steps = found.checkpoints.map((mark) => mark.step);
-      const plot = new uPlot(options(title, series, box.clientWidth, {
-        hooks: {
-          draw: [marksOf(found)],
-          setCursor: [(plot) => {
-            const mark = plot.cursor.left >= 0 ? nearest(plot, found, plot.cursor.left) : null;
-            plot.over.style.cursor = mark ? "pointer" : "";
-            if (note && mark) note.textContent = mark.text;
-          }],
-        },
-        scales: { x: { time: false, range: (_, low, high) => padded(low, high, steps) }, y: { range: (_, low, high) => spread(low, high) } },
-      }), aligned(series), panel);
-      plot.over.addEventListener("click", () => {
-        const mark = nearest(plot, found, plot.cursor.left);
-        if (mark) location.assign(mark.href);
-      });
-    }
+    const days = (found.x.at(-1) - found.x[0]) > 2 * 86400;
+    const plot = new uPlot({
+      title: panel.title, width: place.clientWidth, height: Number(box.dataset.height ?? 230),
+      series, bands, tzDate: (seconds) => uPlot.tzDate(new Date(1000 * seconds), "Etc/UTC"),
+      legend: { live: true },
+      cursor: {
+        y: false, drag: { setScale: false },
+        sync: { key: box.id, filters: { pub: (kind) => kind === "mousemove" || kind === "mouseleave" } },
+        bind: { dblclick: () => () => zoom() },
+      },
+      scales: {
+        x: { time: Boolean(axis.isTime), range: (_, low, high) => padded(low, high, found.zoomed ? [] : places) },
+        y: isLog ? { distr: 3 } : { range: (_, low, high) => spread(low, high) },
+      },
+      axes: [
+        lineStyle({ label: axis.label, labelSize: 18, labelFont: "12px system-ui", size: 30, ...(axis.isTime ? { values: (_, ticks) => ticks.map((tick) => (days ? moment(tick, 5, 10) : moment(tick, 11, 16))) } : {}) }),
+        lineStyle({ size: (_, texts) => 16 + 7.5 * Math.max(3, ...(texts ?? []).map((text) => text?.length ?? 0)), values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : digits(tick))) }),
+      ],
+      hooks: {
+        draw: [(plot) => drawMarks(plot, found, axis)],
+        setSelect: [(plot) => {
+          const { left, width } = plot.select;
+          if (width > 4) zoom(plot.posToVal(left, "x") * axis.unit, plot.posToVal(left + width, "x") * axis.unit);
+        }],
+        setCursor: [(plot) => {
+          const mark = plot.cursor.left >= 0 ? nearest(plot, found, axis) : null;
+          plot.over.style.cursor = mark?.href ? "pointer" : "";
+          if (note && mark) note.textContent = mark.text;
+        }],
+      },
+    }, [found.x.map((at) => at / axis.unit), ...columns], place);
+    plot.over.addEventListener("click", () => {
+      const mark = plot.select.width > 4 ? null : nearest(plot, found, axis);
+      if (mark?.href) location.assign(mark.href);
+    });
   }
 
-  function drawCosts(box, found) {
-    if (!found.series.length) return say(box, found.is_pending ? "Reading the saves…" : "No save has recorded what it took.");
-    box.replaceChildren();
-    new uPlot(options("seconds by phase", found.series, box.clientWidth, {}), aligned(found.series), box);
+  function drawPanels(box, found, zoom) {
+    if (!found.panels.length) return say(box, found.error?.text ?? (found.is_pending ? "Reading the root…" : box.dataset.none ?? "No value has been recorded."));
+    found.marks.sort((a, b) => (b.state === "deleted") - (a.state === "deleted") || (a.state === "kept") - (b.state === "kept"));  // what the run stands on is drawn above
+    const places = found.panels.map(() => Object.assign(document.createElement("div"), { className: "panel" }));
+    box.replaceChildren(...places);
+    found.panels.forEach((panel, index) => drawPanel(box, places[index], panel, found, zoom));
+    const more = (found.num_panels ?? 0) - found.panels.length;
+    if (more > 0) box.append(Object.assign(document.createElement("p"), { className: "dim", textContent: `and ${more} more metrics, which the filter finds` }));
+  }
+
+  // The runs that are drawn, in the order in which they were chosen, which gives their colors.
+  function chooseRuns(changed) {
+    const boxes = () => [...document.querySelectorAll("input[name=run]")];
+    const chosen = boxes().filter((one) => one.checked).map((one) => one.value);
+    const paint = () => {
+      for (const one of boxes()) {
+        const at = chosen.indexOf(one.value);
+        one.checked = at >= 0;
+        one.className = at >= 0 ? `s${(at % 10) + 1}` : "";
+      }
+    };
+    document.addEventListener("change", (event) => {
+      if (event.target.name !== "run") return;
+      if (event.target.checked) chosen.push(event.target.value);
+      else chosen.splice(chosen.indexOf(event.target.value), 1);
+      paint();
+      changed();
+    });
+    document.addEventListener("htmx:after:swap", paint);
+    paint();
+    return chosen;
+  }
+
+  function startCurves(box) {
+    const form = document.querySelector(`form[data-for="${box.id}"]`);
+    let range = [];
+    const zoom = (...ends) => { range = ends; curves.again(); };
+    const chosen = form?.elements.metric ? chooseRuns(() => curves.again()) : [];
+    const query = () => [...["metric", "q"].flatMap((name) => (form?.elements[name] ? [[name, form.elements[name].value]] : [])), ...(form?.elements.metric ? [["runs", chosen.join()]] : [])];
+    const urlOf = () => `${box.dataset.curves}?${new URLSearchParams([...query(), ...(form ? [["x", view.x]] : []), ...(range.length ? [["from", range[0]], ["to", range[1]]] : [])])}`;
+    const curves = keepDrawn(box, urlOf, (found) => drawPanels(box, { ...found, zoomed: range.length > 0 }, zoom));
+    if (!form) return;
+    const { smooth, log, x, shown } = form.elements, csv = form.querySelector("[data-csv]");
+    const link = () => { if (form.elements.metric) csv.href = `${csv.dataset.csv.split("?")[0]}?${new URLSearchParams(query())}`; };
+    Object.assign(smooth, { value: view.smooth }); Object.assign(log, { checked: view.log }); Object.assign(x, { value: view.x });
+    shown.value = view.smooth;
+    csv.addEventListener("click", link);
+    form.addEventListener("submit", (event) => event.preventDefault());
+    form.addEventListener("input", (event) => {
+      Object.assign(view, { smooth: Number(smooth.value), log: log.checked, x: x.value });
+      sessionStorage.setItem(KEY, JSON.stringify(view));
+      shown.value = view.smooth;
+      if (event.target === smooth || event.target === log) return curves.redraw();
+      range = [];
+      curves.again();
+    });
   }
 
   function start() {
     document.addEventListener("htmx:before:swap", remember);
     document.addEventListener("htmx:after:swap", () => restore());
     keepLooking();
-    for (const box of document.querySelectorAll("[data-plot]")) {
-      const select = document.querySelector(`select[data-for="${box.id}"]`);
-      const url = () => box.dataset.plot + (select?.value ? `?metric=${encodeURIComponent(select.value)}` : "");
-      const again = keepDrawn(box, url, drawTimeLine);
-      select?.addEventListener("change", again);
-    }
-    for (const box of document.querySelectorAll("[data-costs]")) keepDrawn(box, () => box.dataset.costs, drawCosts);
+    for (const box of document.querySelectorAll("[data-curves]")) startCurves(box);
   }
 
   if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start); else start();

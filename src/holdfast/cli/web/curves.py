@@ -1,0 +1,150 @@
+"""Curves of runs: their metrics over steps and time, as read once per change, and as drawn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.cli.documents import is_timing
+from holdfast.cli.output import Answer
+from holdfast.cli.target import open_root
+from holdfast.policy.rules import recorded_time
+from holdfast.root.catalog import Catalog, Entry
+
+Floats = NDArray[np.float64]
+Axis = Literal["step", "time", "since"]
+"""`time`: seconds since 1970; `since`: seconds since the first value of the run."""
+_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "eval", "dev", "test"})
+_RATE = re.compile(r"(.*[^a-z])?(lr|learning_rate)([^a-z].*)?", re.ASCII | re.IGNORECASE)
+_COUNTER = re.compile(
+    r"(.*[/_])?(epochs?|steps?|iters?|iterations?|samples?|tokens?|flos)", re.ASCII
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Values of a metric, with the step and the time (seconds since 1970) of each."""
+
+    name: str
+    steps: Floats
+    times: Floats
+    values: Floats
+    branch: int = 0
+    """Session whose values a rollback left behind; 0: the run stands on them."""
+
+    def along(self, axis: Axis, start: float) -> Floats:
+        """Return the places of the values on an axis; `start` is the first time of the run."""
+        if axis == "step":
+            return self.steps
+        return self.times if axis == "time" else np.subtract(self.times, start)
+
+
+class RunCurves(msgspec.Struct, frozen=True, kw_only=True):
+    """Metrics of a run, and the settings of its newest checkpoint."""
+
+    curves: tuple[Any, ...]
+    """Each a `Curve`; what the run stands on comes first."""
+    config: Mapping[str, str]
+
+    @property
+    def start(self) -> float:
+        """Time of the first value, in seconds since 1970."""
+        return min((float(np.nanmin(one.times)) for one in self.curves), default=0.0)
+
+    def standing(self) -> dict[str, Curve]:
+        """Return the curves that the run stands on, by name, those that people look for first."""
+        found = {one.name: one for one in self.curves if not one.branch}
+        return {name: found[name] for name in sorted(found, key=rank_metric)}
+
+
+def read_curves(root: str) -> Answer:
+    """Read the metrics of a run."""
+    catalog = Catalog(open_root(root))
+    entries, _ = catalog.survey()
+    lineage = {str(name) for name in catalog.lineage()}
+    newest = max(entries, key=lambda entry: entry.order, default=None)
+    branches = {entry.name.epoch: [entry] for entry in entries if entry.folder not in lineage}
+    for entry in entries:
+        if entry.name.epoch in branches and entry.folder not in lineage:
+            branches[entry.name.epoch].append(entry)
+    curves = [*_curves_of([entry for entry in entries if entry.folder in lineage], 0)]
+    for epoch, left in branches.items():
+        curves += _curves_of(left, epoch)
+    config = {} if newest is None else newest.manifest.config
+    return Answer(document=RunCurves(curves=tuple(curves), config=config), parts=[])
+
+
+def _curves_of(entries: Iterable[Entry], branch: int) -> Iterator[Curve]:
+    points: dict[str, dict[int, tuple[float, float]]] = {}
+    for entry in sorted(entries, key=lambda entry: entry.order):
+        moment = recorded_time(entry.manifest.created)
+        time = float("nan") if moment is None else moment.timestamp()
+        for name, value in entry.manifest.metrics.items():
+            points.setdefault(name, {})[entry.step] = time, value
+    for name, by_step in points.items():
+        rows = np.array([(step, *by_step[step]) for step in sorted(by_step)], np.float64)
+        steps, times, values = rows.T
+        yield Curve(name, steps, times, values, branch)
+
+
+def panel_of(name: str) -> str:
+    """Return the panel of a metric: its name without the part of the data, as `loss` of `val/loss`.
+
+    >>> [panel_of(name) for name in ("val/loss", "eval_loss", "train_loss_epoch", "lr")]
+    ['loss', 'loss', 'loss_epoch', 'lr']
+    """
+    kept = [part for part in re.split(r"(?<=[/_.-])", name) if part.rstrip("/_.-") not in _SPLITS]
+    return "".join(kept).strip("/_.-") or name
+
+
+def rank_metric(name: str) -> tuple[int, str]:
+    """Order metrics as people look for them: losses, results, learning rates, times, counters."""
+    if "loss" in name.lower() and "scale" not in name.lower():
+        return 0, name
+    if _RATE.fullmatch(name):
+        return 2, name
+    if is_timing(name):
+        return 3, name
+    return (4 if _COUNTER.fullmatch(name) else 1), name
+
+
+def make_grid(places: Sequence[Floats], most: int, *, is_whole: bool) -> Floats:
+    """Return the places at which curves are drawn: all, or the ends of `most` equal stretches."""
+    every: Floats = np.unique(np.concatenate([np.empty(0), *places]))
+    every = every[: np.searchsorted(every, np.inf)]  # without NaN
+    if len(every) <= most:
+        return every
+    grid: Floats = np.linspace(every[0], every[-1], most)
+    whole: Floats = np.unique(np.ceil(grid))
+    return whole if is_whole else grid
+
+
+def draw_on(grid: Floats, places: Floats, values: Floats) -> dict[str, Any]:
+    """Return the mean of the values in each stretch of a grid, and the lowest and the highest.
+
+    `per` is the number of values in a stretch that has any. With one, there are only means.
+    """
+    inside = np.isfinite(values) & (places >= grid[0]) & (places <= grid[-1])
+    cells, values = np.searchsorted(grid, places[inside]), values[inside]
+    counts = np.bincount(cells, minlength=len(grid))
+    with np.errstate(all="ignore"):
+        means = np.bincount(cells, values, len(grid)) / counts
+    per = len(cells) / max(int(np.count_nonzero(counts)), 1)
+    found: dict[str, Any] = {"mean": _short(means), "per": per}
+    if counts.max(initial=0) > 1:
+        for name, extreme, worst in (("low", np.minimum, np.inf), ("high", np.maximum, -np.inf)):
+            bound = np.full(len(grid), worst)
+            extreme.at(bound, cells, values)
+            found[name] = _short(bound)
+    return found
+
+
+def _short(values: Floats) -> list[float | None]:
+    """Return six digits of each value; None for what is not finite."""
+    return [float(f"{x:.6g}") if np.isfinite(x) else None for x in values.tolist()]
