@@ -32,54 +32,6 @@ def is_state(live: dict[str, Any], seed: int) -> bool:
     return all(torch.equal(live[key], state(seed)[key]) for key in (CANARY, "noise"))
 
 
-@pytest.mark.full
-@WAYS
-def test_a_fresh_machine_resumes_what_was_compressed_and_sent(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
-    local, remote = tmp_path / "local", tmp_path / "remote"
-    tiers = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(2))
-    live = state(0)
-    with CheckpointManager(tiers, {"model": live}, compress="zstd", **options) as manager:
-        manager.resume()
-        for step in (1, 2, 3):
-            live.update(state(step))
-            manager.save(step, wait=True)
-        manager.wait()
-    assert any(path.suffix == ".zst" for path in remote.rglob("*"))
-    shutil.rmtree(local)
-    live = state(9)
-    with CheckpointManager(tiers, {"model": live}, compress="zstd", **options) as manager:
-        found = manager.resume()
-        assert found is not None
-        assert found.step == 3
-        assert is_state(live, 3)
-        manager.save(4, wait=True)
-        manager.wait()
-        assert [checkpoint.step for checkpoint in manager.list()][:2] == [4, 3]
-
-
-@WAYS
-def test_a_sealed_and_compressed_run_resumes_and_says_nothing_in_clear(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
-    """R34."""
-    secret = Encryption(keys=keys.generate())
-    with CheckpointManager(
-        tmp_path, {"model": state(1)}, encrypt=secret, compress="zstd", **options
-    ) as manager:
-        manager.save(1, metrics={"a_secret_metric": 0.5}, tags=["a-secret-tag"], wait=True)
-    for path in tmp_path.rglob("*"):
-        data = path.read_bytes() if path.is_file() else b""
-        for word in WORDS:
-            assert word not in path.name
-            assert word.encode() not in data
-    live = state(9)
-    with CheckpointManager(tmp_path, {"model": live}, encrypt=secret, **options) as manager:
-        assert manager.resume() is not None
-        assert is_state(live, 1)
-
-
 @WAYS
 def test_a_fresh_machine_resumes_what_was_compressed_sealed_and_sent(
     tmp_path: Path, options: dict[str, Any]
