@@ -6,7 +6,6 @@ import json
 import logging
 import random
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,6 @@ from holdfast.train import (
     Counts,
     HookFailed,
     Limits,
-    Logger,
     Metrics,
     Outcome,
     SpeedMonitor,
@@ -133,10 +131,6 @@ class Hooks(Callback):
         return [call.partition(" ")[2] for call in self.calls if f".{hook}" in call]
 
 
-class LoggerHooks(Hooks, Logger):
-    pass
-
-
 def killed_run(root: str, steps: int, report: Report) -> None:
     be_a_script()
     trainer = make(
@@ -158,21 +152,6 @@ def test_a_killed_run_goes_on_bit_for_bit() -> None:
     assert_resume_equivalent(killed_run, 10, [4, 8], timeout_s=120.0, start_method="forkserver")
 
 
-def test_the_log_after_a_resume_is_the_log_of_one_run(tmp_path: Path) -> None:
-    """Lines of steps that are done again are not there twice, and say the same."""
-
-    def plain(root: Path) -> list[dict[str, Any]]:
-        return [{**line, "time": None} for line in log_lines(root)]
-
-    with pytest.raises(HookFailed):
-        make(tmp_path / "broken", callbacks=[Hooks(stop_at=6)]).fit(9)
-    assert [line["step"] for line in log_lines(tmp_path / "broken")] == [1, 2, 3, 4, 5]
-    make(tmp_path / "broken", callbacks=[Hooks()]).fit(9)
-    make(tmp_path / "straight", callbacks=[Hooks()]).fit(9)
-    assert plain(tmp_path / "broken") == plain(tmp_path / "straight")
-    assert [line["step"] for line in log_lines(tmp_path / "broken")] == list(range(1, 10))
-
-
 def test_the_rerun_of_a_finished_run_does_nothing_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -187,14 +166,6 @@ def test_the_rerun_of_a_finished_run_does_nothing_and_says_so(
     assert hooks.calls == ["own.resumed 5", "own.already_done"]
     assert checkpoints(tmp_path) == before
     assert again.counters.step == 5
-
-
-def test_a_goal_below_what_is_done_changes_nothing(tmp_path: Path) -> None:
-    make(tmp_path).fit(5)
-    again = make(tmp_path)
-    again.fit(3)
-    assert again.counters.step == 5
-    assert [found.step for found in checkpoints(tmp_path)] == [2, 4, 5]
 
 
 def test_the_last_step_is_saved_once_and_as_final(tmp_path: Path) -> None:
@@ -348,30 +319,6 @@ def test_what_is_no_goal_is_refused_before_anything_is_claimed(tmp_path: Path, u
     assert not (tmp_path / "run").exists()
 
 
-def test_hooks_run_in_order_with_loggers_last(tmp_path: Path) -> None:
-    """A30, and the order of one step: step_end, epoch_end, then the save."""
-    calls: list[str] = []
-    logger, own = LoggerHooks(name="log", calls=calls), Hooks(name="own", calls=calls)
-    data = Loader(Noisy(), batch_size=5)
-    make(tmp_path, data=data, every=None, callbacks=[logger, own]).fit(3)
-    own_calls = [call.removeprefix("own.") for call in calls if call.startswith("own.")]
-    assert own_calls == [
-        "fit_start",
-        *(
-            "epoch_start 0",
-            "before_optimizer_step",
-            "step_end 1",
-            "before_optimizer_step",
-            "step_end 2",
-        ),
-        *("epoch_end 1", "epoch_start 1", "before_optimizer_step", "step_end 3"),
-        *("checkpoint_saved 3", "fit_end"),
-    ]
-    assert calls[:2] == ["log.fit_start", "own.fit_start"]  # it is there for what others log
-    rest = own_calls[1:]
-    assert calls[2:] == [line for call in rest for line in (f"own.{call}", f"log.{call}")]
-
-
 def test_an_epoch_begins_once_although_it_is_resumed_in_its_middle(tmp_path: Path) -> None:
     first, second = Hooks(stop_at=4), Hooks()
     with pytest.raises(HookFailed):
@@ -380,18 +327,6 @@ def test_an_epoch_begins_once_although_it_is_resumed_in_its_middle(tmp_path: Pat
     assert first.of("epoch_start") == ["0"]
     assert second.calls[:2] == ["own.resumed 2", "own.fit_start"]
     assert second.of("epoch_start") == ["1"]
-
-
-def test_callbacks_of_one_class_keep_their_own_states(tmp_path: Path) -> None:
-    """D55."""
-    first = [named(Total(), "one"), Hooks(), named(Total(2.0), "two")]
-    make(tmp_path, callbacks=first).fit(3)
-    again = [named(Total(2.0), "two"), Hooks(), named(Total(), "one")]
-    trainer = make(tmp_path, callbacks=again)
-    trainer.fit(3)
-    assert {"callback-one", "callback-two"} <= set(trainer.state)
-    assert again[2].total == first[0].total != 0.0  # type: ignore[attr-defined]
-    assert again[0].total == first[2].total  # type: ignore[attr-defined]
 
 
 def named(callback: Callback, name: str) -> Callback:
@@ -418,20 +353,6 @@ def test_an_error_ends_the_run_cleanly_and_is_what_the_caller_sees(
     assert again.counters.step == 4
 
 
-def test_an_error_is_not_masked_by_failing_hooks_or_a_failing_save() -> None:
-    """D46."""
-
-    class Worse(Callback):
-        def exception(self, trainer: Trainer, error: BaseException) -> None:
-            raise ValueError("in the hook")
-
-    hooks = Hooks(stop_at=2)
-    store = FaultyStore(MemoryStore(), [Fault(kind="fail", key="*/manifest.json", times=None)])
-    with pytest.raises(HookFailed):
-        make(store, every="1step", callbacks=[Worse(), hooks]).fit(9)
-    assert hooks.of("exception") == ["HookFailed"]
-
-
 def test_a_failed_save_is_told_and_tried_again_at_the_next_step() -> None:
     """Invariant 8: two failures in a row end nothing."""
     hooks = Hooks()
@@ -440,34 +361,6 @@ def test_a_failed_save_is_told_and_tried_again_at_the_next_step() -> None:
     make(store, every="100step", callbacks=[hooks]).fit(99)
     assert hooks.of("checkpoint_failed") == ["99", "99"]
     assert hooks.of("checkpoint_saved") == ["99"]
-
-
-def test_a_failed_interval_save_is_made_up_for_without_waiting_for_the_trigger() -> None:
-    """Invariant 8."""
-    hooks = Hooks()
-    fault = Fault(kind="fail", op="put", key="*/manifest.json", times=1)
-
-    class AwaitSaves(Callback):
-        def step_end(self, trainer: Trainer, metrics: Metrics) -> None:
-            assert trainer.manager is not None
-            with suppress(SaveFailed):
-                trainer.manager.wait()
-
-    store = FaultyStore(MemoryStore(), [fault])
-    make(store, every="5step", callbacks=[hooks, AwaitSaves()]).fit(9)
-    assert hooks.of("checkpoint_failed") == ["5"]
-    assert hooks.of("checkpoint_saved") == ["6", "9"]
-
-
-def test_the_third_failure_in_a_row_is_raised() -> None:
-    """Invariant 8."""
-    hooks = Hooks()
-    fault = Fault(kind="fail", op="put", key="*/manifest.json", times=None)
-    store = FaultyStore(MemoryStore(), [fault])
-    with pytest.raises(SaveFailed):
-        make(store, every="1step", callbacks=[hooks]).fit(99)
-    assert len(hooks.of("checkpoint_failed")) == 3
-    assert hooks.of("checkpoint_saved") == []
 
 
 def test_failures_that_are_not_in_a_row_end_nothing() -> None:
@@ -547,24 +440,6 @@ def test_a_longer_goal_goes_on_and_a_shorter_one_does_nothing(tmp_path: Path) ->
     """O53: the goal of each run is its own."""
     steps = [make(tmp_path, every="2step").fit(until).step for until in (4, 8, "1ep", "2ep")]
     assert steps == [4, 8, 8, 10]
-
-
-def test_saves_tell_what_they_cost(tmp_path: Path) -> None:
-    """O59."""
-    costs: list[tuple[int, Metrics]] = []
-
-    class Watch(Callback):
-        def checkpoint_saved(
-            self, training: Training, checkpoint: Checkpoint, cost: Metrics
-        ) -> None:
-            costs.append((checkpoint.step, cost))
-            assert cost["save/nbytes"] == checkpoint.nbytes
-
-    make(tmp_path, every="2step", callbacks=[Watch()]).fit(5)
-    assert [step for step, _ in costs] == [2, 4, 5]
-    for _, cost in costs:
-        assert set(cost) == {"save/stall_s", "save/duration_s", "save/nbytes"}
-        assert all(value > 0 for value in cost.values())
 
 
 def test_metrics_of_ones_own_go_to_the_log(tmp_path: Path) -> None:

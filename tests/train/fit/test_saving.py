@@ -184,15 +184,6 @@ def failing(*at: int) -> FaultyStore:
     return FaultyStore(MemoryStore(), faults)
 
 
-def test_failed_saves_of_callbacks_are_told_and_tried_again() -> None:
-    """Invariant 8: also when the next one is a callback's, too."""
-    told = Failures(2, 4, 6)
-    make(failing(0, 2), every="100step", callbacks=[told]).fit(9)
-    assert told.failed[0] == 2
-    assert len(told.failed) == 2
-    assert told.saved[-1] == 9
-
-
 def test_a_failure_is_made_up_for_at_the_next_step_and_not_at_its_own() -> None:
     """Invariant 8: also when it is known at once."""
     told, store = Failures(2), failing(0)
