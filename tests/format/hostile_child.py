@@ -1,7 +1,7 @@
-"""Run by test_hostile.py in a process of its own: reads one hostile document under limits.
+"""Cases of test_hostile.py: hostile documents, each read in a fork under limits.
 
-Prints the class of the error, by how many bytes the peak of resident memory grew, and the processor
-time that it took. The document is made first, so that only the reading counts.
+`python -m tests.format.hostile_child NAME...` The document is made first, so that only the reading
+counts.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from tests.format.samples import cpu_budget_s
+from tests.hostile.sandbox import MIB, forked, peak_nbytes
 
 from holdfast.errors import FormatError
 from holdfast.format import index, manifest, objects, records, tensors
-
-MIB = 2**20
 
 
 def _tree(inner: bytes) -> bytes:
@@ -83,24 +86,30 @@ CASES: dict[str, tuple[Callable[[], bytes], Callable[[bytes], None]]] = {
 }
 
 
-def main(name: str) -> None:
-    """Read the document of one case."""
+def read_case(name: str) -> dict[str, Any]:
+    """Read the document of one case; return what was wrong with that."""
     make, read = CASES[name]
     data = make()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_nbytes()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 256 * MIB, used + 256 * MIB))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (used + 256 * MIB, hard))
     began = time.process_time()
     try:
         read(data)
-        outcome, message = "accepted", ""
-    except FormatError as err:
-        outcome, message = type(err).__name__, str(err)
-    cpu_s = time.process_time() - began
-    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    found = {"outcome": outcome, "growth": growth, "nbytes": len(data), "message": message}
-    print(json.dumps({**found, "cpu_s": cpu_s}))
+        problems = ["it was accepted"]
+    except FormatError as error:
+        problems = [f"a message of {len(str(error))} characters"] if len(str(error)) >= 500 else []
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    cpu_s, growth = time.process_time() - began, peak_nbytes() - before
+    if growth > 64 * MIB + 2 * len(data):
+        problems.append(f"it took {growth >> 20} MiB for {len(data) >> 20} MiB")
+    if cpu_s > cpu_budget_s(len(data)):
+        problems.append(f"it took {cpu_s:.1f} s")
+    return {"problems": problems, "growth": growth}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for case in sys.argv[1:]:
+        (found,) = forked([partial(read_case, case)])
+        print(json.dumps({"name": case, **found}))

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,15 @@ import torch
 from tests.hostile import mutants
 from tests.hostile.cases import Case, cases
 from tests.hostile.roots import Draft, Live, changed, honest
+from tests.hostile.sandbox import (
+    MAX_GROWTH_TOGETHER,
+    MIB,
+    Watch,
+    each_forked,
+    peak_nbytes,
+    print_cases,
+    print_mutants,
+)
 
 import holdfast
 from holdfast.cli.gc import clean
@@ -44,35 +53,12 @@ from holdfast.ownership import claim
 from holdfast.store.local.syscalls import is_cached
 from holdfast.weights import load_weights
 
-MIB = 2**20
 TIME_LIMIT_S = 20
 """Processor time of a case."""
 MEMORY_LIMIT = 640 * MIB
 """Address space that a case may add to that of the process; a thread's stack takes 8 MiB."""
 
 _M_ARENA_MAX = -8
-
-NUM_TOGETHER = 32
-"""The most cases that share a fork: forking and copying pages takes as long as a case."""
-MAX_GROWTH_TOGETHER = 64 * MIB
-"""Growth of a fork beyond which it takes no further case, whose peak it would hide."""
-
-_RUNS_CODE = (
-    *("exec", "compile", "import", "pickle.", "marshal.", "code.__new__", "function.__new__"),
-    *(
-        "subprocess.",
-        "os.system",
-        "os.exec",
-        "os.fork",
-        "os.posix_spawn",
-        "os.spawn",
-        "os.startfile",
-    ),
-    *("pty.", "socket.", "ctypes.", "urllib.", "http.", "ftplib.", "webbrowser.", "shutil."),
-    *("cpython.run_", "mmap.__new__.file", "os.chmod", "os.chown", "os.putenv", "os.kill"),
-)
-_HARMLESS = ("socket.gethostname", "ctypes.create_string_buffer")
-"""Events of asking for the name of this host, and for the file system of an open folder."""
 _TAKES_PATHS = ("os.scandir", "os.listdir", "os.remove", "os.rename", "os.mkdir", "os.rmdir")
 _TAKES_PATHS += ("os.link", "os.symlink", "os.truncate", "os.utime", "os.chdir")
 _SYSTEM = ("/proc/", "/sys/devices/system/cpu")
@@ -92,26 +78,12 @@ makes a traceback.
 """
 
 
-class Watch:
-    """Audit hook that records the events which no reader of `root` may cause."""
+class RootWatch(Watch):
+    """What no reader of a root may do."""
 
-    def __init__(self) -> None:
-        self.root = ""
-        self.is_on = False
-        self.events: list[str] = []
-        sys.addaudithook(self._hook)
+    takes_paths = _TAKES_PATHS
 
-    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.is_on or event in _HARMLESS:
-            return
-        if event.startswith(_RUNS_CODE):
-            self.events.append(f"{event} {arguments!r}"[:200])
-        elif event == "open" and not self._may_open(arguments[0], arguments[2]):
-            self.events.append(f"open {arguments!r}"[:200])
-        elif event in _TAKES_PATHS and not all(map(self._is_inside, arguments[:2])):
-            self.events.append(f"{event} {arguments!r}"[:200])
-
-    def _may_open(self, path: Any, flags: int) -> bool:
+    def may_open(self, path: Any, flags: int) -> bool:
         is_source = isinstance(path, str) and path.startswith(_SOURCES) and path.endswith(".py")
         if is_source or (isinstance(path, str) and path.startswith(_SYSTEM)):
             return flags & (os.O_WRONLY | os.O_RDWR) == 0
@@ -120,9 +92,9 @@ class Watch:
         if isinstance(path, str) and self.root.startswith(path.rstrip("/") + "/"):
             # To make the root's own name durable, and to see whether it lies in another root.
             return flags & os.O_DIRECTORY != 0
-        return self._is_inside(path) and (path in (self.root, 0) or is_safe)
+        return self.is_inside(path) and (path in (self.root, 0) or is_safe)
 
-    def _is_inside(self, path: Any) -> bool:
+    def is_inside(self, path: Any) -> bool:
         if path is None or isinstance(path, int) or path == self.root:
             return True
         text = os.fsdecode(path)
@@ -212,87 +184,21 @@ def run_case(base: Path, draft: Draft, case: Case, watch: Watch) -> dict[str, An
     mine.write(root)
     before = _snapshot(base, root)
     trial = Trial(root, draft.folder)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    peak = _peak_nbytes()
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_LIMIT, hard))
-    signal.setitimer(signal.ITIMER_PROF, TIME_LIMIT_S)
-    signal.alarm(10 * TIME_LIMIT_S)  # for a case that only waits
-    watch.root, watch.is_on = str(root), True
-    trial.run(is_refused=case.is_refused, skips_verify=case.skips_verify)
-    watch.is_on = False
-    signal.alarm(0)
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    peak = peak_nbytes()
+    memory = (resource.RLIMIT_AS, MEMORY_LIMIT)
+    with watch.watched(root, trial.problems, memory=memory, time_s=TIME_LIMIT_S):
+        trial.run(is_refused=case.is_refused, skips_verify=case.skips_verify)
     if _snapshot(base, root) != before:
         trial.problems.append("something outside of the root changed")
-    growth = _peak_nbytes() - peak
-    problems = trial.problems + watch.events[:5]
-    watch.events.clear()
+    growth = peak_nbytes() - peak
     shutil.rmtree(root)
-    return {"outcomes": trial.outcomes, "problems": problems, "growth": growth}
+    return {"outcomes": trial.outcomes, "problems": trial.problems, "growth": growth}
 
 
 def _snapshot(base: Path, root: Path) -> list[str]:
     outside = [path for path in (base / "outside").iterdir() if path.name != f"{root.name}-twin"]
     names = [*base.iterdir(), *root.parent.iterdir(), *outside]
     return [*sorted(map(str, names)), (base / "outside" / "canary").read_text()]
-
-
-Action = Callable[[], dict[str, Any]]
-
-
-def forked(actions: Sequence[Action]) -> list[dict[str, Any]]:
-    """Run actions in one fork, up to the first that fails or grows much, and return the results.
-
-    An exception of the harness, and a signal that ends the fork, are problems of that action.
-    """
-    here, there = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(here)
-        with open(there, "w") as file:
-            for result in _until_one_fails(actions):
-                print(json.dumps(result), file=file, flush=True)
-        os._exit(0)
-    os.close(there)
-    with open(here) as file:
-        found = [json.loads(line) for line in file]
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        name = signal.Signals(os.WTERMSIG(status)).name
-        found.append({"problems": [f"ended by {name}"], "growth": 0})
-    return found
-
-
-def _until_one_fails(actions: Sequence[Action]) -> Iterator[dict[str, Any]]:
-    start = _peak_nbytes()
-    for action in actions:
-        try:
-            found = action()
-        except BaseException as error:
-            found = {"problems": [f"the harness: {error!r}"[:300]], "growth": 0}
-        yield found
-        if found["problems"] or _peak_nbytes() - start > MAX_GROWTH_TOGETHER:
-            return
-
-
-def each_forked(actions: Sequence[Action]) -> Iterator[dict[str, Any]]:
-    """Run actions in forks; one that fails or grows much in a shared fork runs again in its own."""
-    at = 0
-    while at < len(actions):
-        group = actions[at : at + NUM_TOGETHER]
-        found = forked(group)
-        last = found[-1]
-        is_suspect = last["problems"] or last["growth"] > MAX_GROWTH_TOGETHER
-        if len(found) > 1 and (is_suspect or len(found) < len(group)):
-            found.pop()
-        yield from found
-        at += len(found)
-
-
-def _peak_nbytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def warm_up(base: Path, draft: Draft) -> None:
@@ -332,25 +238,15 @@ def main(share: int, num_shares: int, size: str) -> None:
     with workplace() as base:
         draft = honest(base / "honest")
         warm_up(base, draft)
-        watch = Watch()
+        watch = RootWatch()
         gc.freeze()  # so that forks share the memory of existing objects
+        chosen = cases() if size == "mutants" else cases(size)[share::num_shares]  # type: ignore[arg-type]
+        actions = {case.name: partial(run_case, base, draft, case, watch) for case in chosen}
         if size == "mutants":
-            run_mutants(base, draft, watch)
+            print_mutants(mutants.MUTANTS, actions)
             run_together()
-            return
-        wanted = cases(size)[share::num_shares]  # type: ignore[arg-type]
-        actions = [partial(run_case, base, draft, case, watch) for case in wanted]
-        for case, found in zip(wanted, each_forked(actions), strict=True):
-            print(json.dumps({"name": case.name, **found}), flush=True)
-
-
-def run_mutants(base: Path, draft: Draft, watch: Watch) -> None:
-    """Run every mutant on its cases, and print the results."""
-    everything = {case.name: case for case in cases()}
-    pairs = [(name, wanted) for name, m in mutants.MUTANTS.items() for wanted in m.cases]
-    for name, wanted in pairs:
-        (found,) = forked([partial(run_mutant, base, draft, name, everything[wanted], watch)])
-        print(json.dumps({"name": name, "case": wanted, **found}), flush=True)
+        else:
+            print_cases(actions)
 
 
 def run_together() -> None:
@@ -368,11 +264,6 @@ def run_together() -> None:
     failing, growing = partial(action, ("bad",)), partial(action, nbytes=2 * MAX_GROWTH_TOGETHER)
     for found in each_forked([action, crash, action, failing, growing, action, action]):
         print(json.dumps({"name": "together", **found}), flush=True)
-
-
-def run_mutant(base: Path, draft: Draft, name: str, case: Case, watch: Watch) -> dict[str, Any]:
-    mutants.MUTANTS[name].break_()
-    return run_case(base, draft, case, watch)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
+
+from tests.hostile.sandbox import Mutant
 
 from holdfast.format import layout
 from holdfast.format.nodes import EnumValue
@@ -17,16 +17,6 @@ from holdfast.state.planning import merge, plans
 from holdfast.store.local import files as localfiles
 from holdfast.store.local import folders as localfolders
 from holdfast.store.local import store as localstore
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mutant:
-    """A defect to put into the code, and the cases, each of which has to show it."""
-
-    break_: Callable[[], None]
-    cases: tuple[str, ...]
-    shows: str
-    """Text that one of the problems has to contain."""
 
 
 def _follow_links() -> None:
@@ -91,7 +81,7 @@ def _copies_past_the_end() -> None:
 _ENUM = "tree: enum antigravity:A, as an enumeration"
 MUTANTS: dict[str, Mutant] = {
     "symbolic links are followed": Mutant(
-        shows="open (",
+        shows=r"open \(",
         break_=_follow_links,
         cases=(
             "symlink to a twin in place of FOLDER/model-00000.safetensors",
@@ -100,7 +90,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "names are not checked": Mutant(
-        shows="open (", break_=_no_name_checks, cases=("path 7 '../outside/canary' as component",)
+        shows=r"open \(", break_=_no_name_checks, cases=("path 7 '../outside/canary' as component",)
     ),
     "pickles are loaded": Mutant(
         shows="pickle.find_class", break_=_unpickle, cases=("pickle in place of model-00000.json",)

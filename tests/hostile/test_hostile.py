@@ -8,48 +8,32 @@ within bounds of memory and time.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
 from tests.hostile import mutants, payloads
 from tests.hostile.cases import FIELDS, KINDS, PLACES, TREES, cases
+from tests.hostile.sandbox import assert_noticed, bad, run_child
 
-import warm
 from marks import full
 
-ROOT = Path(__file__).parents[2]
 NUM_SHARES = 4
 MAX_GROWTH = 256 * 2**20
 """Limit of the growth of resident memory on any root; the largest documents have 64 MiB."""
 
 
-def run_child(*arguments: str, timeout_s: float = 280) -> list[dict[str, Any]]:
-    """Run the child process, and return the objects that it prints, one a line."""
-    done = warm.run(["-m", "tests.hostile.child", *arguments], cwd=ROOT, timeout=timeout_s)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def bad(found: list[dict[str, Any]]) -> str:
-    """Format a line for each case that had a problem or took too much memory."""
-    wrong = {one["name"]: one["problems"] for one in found if one["problems"]}
-    greedy = {one["name"]: one["growth"] for one in found if one["growth"] > MAX_GROWTH}
-    return "\n".join(f"{name}: {problems}" for name, problems in {**greedy, **wrong}.items())
+CHILD = "tests.hostile.child"
 
 
 @pytest.mark.parametrize("share", [0, *full(*range(1, NUM_SHARES))])
 def test_no_reader_is_hurt_by_a_sample(share: int) -> None:
     """R27, R28, R29, D65; invariants 5 and 6: every place and every kind of file."""
-    assert bad(run_child(str(share), str(NUM_SHARES), "sample")) == ""
+    assert bad(run_child(CHILD, share, NUM_SHARES, "sample"), max_growth=MAX_GROWTH) == ""
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("share", range(NUM_SHARES))
 def test_no_reader_is_hurt(share: int) -> None:
     """R27, R28, R29, D65; invariants 5 and 6: a thousand and more."""
-    assert bad(run_child(str(share), str(NUM_SHARES), "some")) == ""
+    assert bad(run_child(CHILD, share, NUM_SHARES, "some"), max_growth=MAX_GROWTH) == ""
 
 
 @pytest.mark.long
@@ -57,7 +41,8 @@ def test_no_reader_is_hurt(share: int) -> None:
 @pytest.mark.parametrize("share", range(16))
 def test_no_reader_is_hurt_by_any_of_them(share: int) -> None:
     """R27, R28, R29, D65: every text in every place, every node in every component."""
-    assert bad(run_child(str(share), "16", "all", timeout_s=3500)) == ""
+    found = run_child(CHILD, share, 16, "all", timeout_s=3500)
+    assert bad(found, max_growth=MAX_GROWTH) == ""
 
 
 def test_the_harness_notices() -> None:
@@ -65,20 +50,11 @@ def test_the_harness_notices() -> None:
 
     In a fork that several cases share, the one that fails runs again in a fork of its own.
     """
-    found = run_child("0", "1", "mutants")
+    found = run_child(CHILD, 0, 1, "mutants")
     together = [(one["problems"], one.get("before")) for one in found if one["name"] == "together"]
     crashed = (["ended by SIGSEGV"], None)
     assert together == [([], 0), crashed, ([], 0), (["bad"], 0), ([], 0), ([], 0), ([], 1)]
-    broken = found[: -len(together)]
-    assert [(one["name"], one["case"]) for one in broken] == [
-        (name, case) for name, mutant in mutants.MUTANTS.items() for case in mutant.cases
-    ]
-    missed = {
-        (one["name"], one["case"]): one["problems"]
-        for one in broken
-        if mutants.MUTANTS[one["name"]].shows not in " ".join(one["problems"])
-    }
-    assert missed == {}
+    assert_noticed(found[: -len(together)], mutants.MUTANTS)
 
 
 def test_there_are_enough_of_them() -> None:

@@ -1,29 +1,37 @@
 """Child process of test_hostile.py, which opens hostile files of other libraries and watches it.
 
-`python -m tests.interop.hostile.child CHOICE` prints one JSON object a case; CHOICE is `cases`,
-`bombs` or `mutants`. Each case runs in a fork of its own, under a limit of memory and of processor
-time. An audit hook records the events that no reader may cause.
+`python -m tests.interop.hostile.child CHOICE`; CHOICE is `cases`, `bombs` or `mutants`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
 import pickle
 import resource
-import signal
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lz4.block  # noqa: F401 - before the watch begins
 import numpy as np
 import tests.interop.hostile.cases as hostile
+from tests.hostile.sandbox import (
+    MIB,
+    RUNS_CODE,
+    Mutant,
+    Watch,
+    print_cases,
+    print_mutants,
+)
+from tests.interop.hostile import weights
 from tests.interop.hostile.cases import Case, bombs, cases
 
 from holdfast.errors import HoldfastError
@@ -33,58 +41,51 @@ from holdfast.interop.pickles import budget, machine, names
 from holdfast.interop.reading import read_pieces
 from holdfast.interop.sources import tars, zips
 
-MIB = 1 << 20
-MEMORY_LIMIT = 256 * MIB
-"""Private memory that a case may add to that of the process."""
+MEMORY = (resource.RLIMIT_DATA, 256 * MIB)
 TIME_LIMIT_S = 10
 """Processor time of a case."""
 MAX_READ_NBYTES = 64 * MIB
-
-_RUNS = (
-    *("exec", "compile", "import", "pickle.", "marshal.", "code.__new__", "function.__new__"),
-    *("subprocess.", "os.system", "os.exec", "os.fork", "os.posix_spawn", "os.spawn"),
-    *("pty.", "socket.", "ctypes.", "urllib.", "webbrowser.", "shutil.", "os.putenv", "os.kill"),
-    *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod"),
-)
-_MEMORY = "ctypes.create_string_buffer"
-"""Memory for asking how much of a file is in the page cache."""
+IN_OPEN = 0x20
 
 
-class Watch:
-    """Audit hook that records the events which no reader of the folder may cause."""
+class FolderWatch(Watch):
+    """What no reader of the files of a folder may do."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = f"{folder}/"
-        self.is_on = False
-        self.events: list[str] = []
-        sys.addaudithook(self._hook)
+    forbidden = (
+        *RUNS_CODE,
+        *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink"),
+    )
 
-    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self.is_on:
-            return
-        if event.startswith(_RUNS) and event != _MEMORY:
-            self.events.append(f"{event} {arguments!r}"[:200])
-        elif event == "open" and not self._may_open(*arguments):
-            self.events.append(f"open {arguments!r}"[:200])
-        elif event in ("os.scandir", "os.listdir") and not self._is_inside(arguments[0]):
-            self.events.append(f"{event} {arguments!r}"[:200])
-
-    def _may_open(self, path: Any, mode: Any, flags: int) -> bool:
+    def may_open(self, path: Any, flags: int) -> bool:
         if path == tempfile.gettempdir():  # a folder: it can only be opened for a nameless file
             return True
-        writes = flags & (os.O_WRONLY | os.O_RDWR)
-        return isinstance(path, int) or (not writes and self._is_inside(path))
+        return isinstance(path, int) or (
+            flags & (os.O_WRONLY | os.O_RDWR) == 0 and self.is_inside(path)
+        )
 
-    def _is_inside(self, path: Any) -> bool:
-        if isinstance(path, int):
+    def is_inside(self, path: Any) -> bool:
+        if path is None or isinstance(path, int):
             return True
-        text = os.path.normpath(os.fsdecode(path))
-        return f"{text}/".startswith(self._folder)
+        return f"{os.path.normpath(os.fsdecode(path))}/".startswith(f"{self.root}/")
 
 
-def open_and_read(folder: Path, case: Case) -> str:
+class Opened:
+    """Whether a file was opened by any process, also below Python."""
+
+    def __init__(self, path: Path) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._queue = libc.inotify_init1(os.O_NONBLOCK)
+        assert libc.inotify_add_watch(self._queue, str(path).encode(), IN_OPEN) >= 0
+
+    def __call__(self) -> bool:
+        try:
+            return bool(os.read(self._queue, 4096))
+        except BlockingIOError:
+            return False
+
+
+def open_and_read(path: Path) -> str:
     """Do with a source what any tool does; return the error, or what was left out."""
-    path = folder / next(iter(case.files)) if len(case.files) == 1 else folder
     try:
         with open_source(str(path)) as source:
             read = 0
@@ -99,114 +100,111 @@ def open_and_read(folder: Path, case: Case) -> str:
                             pass
             return f"left out {len(source.left_out)}" if source.left_out else "read"
     except HoldfastError as error:
-        if len(str(error)) > 20_000:
-            return "a long message"
-        return type(error).__name__
+        return f"{type(error).__name__}: {error}"
 
 
-def run(case: Case, watch: Watch, folder: Path) -> dict[str, Any]:
-    """Write and open a case in a fork; return what happened."""
+def run(case: Case, watch: FolderWatch, base: Path) -> dict[str, Any]:
+    """Write and open a case; return what happened."""
+    folder = Path(tempfile.mkdtemp(dir=base))
     for name, data in case.files.items():
         (folder / name).write_bytes(data)
-    ours, theirs = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(ours)
-        os.write(theirs, json.dumps(_in_fork(case, watch, folder)).encode())
-        os._exit(0)
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as pipe:
-        told = pipe.read()
-    _, status = os.waitpid(child, 0)
-    for name in case.files:
-        (folder / name).unlink()
-    if not told:
-        return {"problems": [f"ended by signal {os.WTERMSIG(status)}"], "outcome": "", "s": 0}
-    found: dict[str, Any] = json.loads(told)
-    return found
-
-
-def _in_fork(case: Case, watch: Watch, folder: Path) -> dict[str, Any]:
-    limit = _private_nbytes() + MEMORY_LIMIT
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CPU, (TIME_LIMIT_S + 1, TIME_LIMIT_S + 1))
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    path = folder / name if len(case.files) == 1 else folder
     problems: list[str] = []
     outcome = ""
-    began = time.process_time()
-    watch.is_on = True
-    try:
-        outcome = open_and_read(folder, case)
-    except BaseException as error:
-        problems.append(f"{type(error).__name__}: {str(error)[:300]}")
-    watch.is_on = False
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    took = time.process_time() - began
-    if took > TIME_LIMIT_S:
-        problems.append(f"took {took:.1f} s")
+    with watch.watched(folder, problems, memory=MEMORY, time_s=TIME_LIMIT_S):
+        try:
+            outcome = open_and_read(path)
+        except BaseException as error:
+            problems.append(f"{type(error).__name__}: {str(error)[:300]}")
+    if len(outcome) > 20_000:
+        problems.append("a long message")
     if case.is_refused and (outcome.startswith("left out") or outcome in ("read", "")):
         problems.append(f"was not refused: {outcome}")
-    return {"problems": problems + watch.events, "outcome": outcome, "s": took}
+    if case.is_named and path.name not in outcome:
+        problems.append(f"is not named: {outcome[:300]}")
+    return {"problems": problems, "outcome": outcome[:100]}
 
 
-def _private_nbytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    [line] = [line for line in lines if line.startswith("VmData:")]
-    return int(line.split()[1]) * 1024
+def _call_system() -> None:
+    names.CONSTRUCTORS["os.system"] = lambda machine, args: os.system(*args)  # type: ignore[index]
 
 
-MUTANTS: dict[str, tuple[str, str]] = {
-    "one more global": ("pickle: os.system, alone", "os.system"),
-    "a module is imported": ("pickle: antigravity, alone", "import"),
-    "an unpickler is used": ("pickle: INST, alone", "pickle.find_class"),
+def _import_modules() -> None:
+    real = machine.Machine.find_class
+
+    def careless(self: Any, module: Any, attribute: Any) -> Any:
+        __import__(module)
+        return real(self, module, attribute)
+
+    machine.Machine.find_class = careless  # type: ignore[method-assign]
+
+
+def _unpickle() -> None:
+    machine.Machine.read_pickle = lambda self: pickle.load(self._file)  # type: ignore[method-assign]
+
+
+def _charge_nothing() -> None:
+    budget.PickleBudget.charge = lambda self, nbytes: None  # type: ignore[method-assign]
+
+
+def _read_links() -> None:
+    zips._LINK = -1
+
+
+def _spend_without_end() -> None:
+    tars._Bound.spend = lambda self, nbytes: None  # type: ignore[method-assign]
+
+
+def _mutant(break_: Any, case: str, shows: str) -> Mutant:
+    return Mutant(break_=break_, cases=(case,), shows=shows)
+
+
+MUTANTS = {
+    "one more global": _mutant(_call_system, "pickle: os.system, alone", "os.system"),
+    "a module is imported": _mutant(_import_modules, "pickle: antigravity, alone", "import"),
+    "an unpickler is used": _mutant(_unpickle, "pickle: INST, alone", "pickle.find_class"),
     # Python 3.13.0 loses the MemoryError of a set that cannot grow.
-    "memory is not charged": ("bomb: many sets", "MemoryError|error return without exception set"),
-    "links are read": ("zip: a link", "was not refused"),
-    "archives have no bound": ("bomb: a bomb in a tar", "was not refused"),
+    "memory is not charged": _mutant(
+        _charge_nothing, "bomb: many sets", "MemoryError|error return without exception set"
+    ),
+    "links are read": _mutant(_read_links, "zip: a link", "was not refused"),
+    "archives have no bound": _mutant(_spend_without_end, "bomb: a bomb in a tar", "not refused"),
 }
-"""Defects of our own readers: the case that has to show each, and a pattern of the problem."""
-
-
-def break_(name: str) -> None:
-    """Put a defect into the readers."""
-    if name == "one more global":
-        names.CONSTRUCTORS["os.system"] = lambda machine, args: os.system(*args)  # type: ignore[index]
-    elif name == "a module is imported":
-        real = machine.Machine.find_class
-
-        def careless(self: Any, module: Any, attribute: Any) -> Any:
-            __import__(module)
-            return real(self, module, attribute)
-
-        machine.Machine.find_class = careless  # type: ignore[method-assign]
-    elif name == "an unpickler is used":
-        machine.Machine.read_pickle = lambda self: pickle.load(self._file)  # type: ignore[method-assign]
-    elif name == "memory is not charged":
-        budget.PickleBudget.charge = lambda self, nbytes: None  # type: ignore[method-assign]
-    elif name == "links are read":
-        zips._LINK = -1
-    elif name == "archives have no bound":
-        tars._Bound.spend = lambda self, nbytes: None  # type: ignore[method-assign]
+"""Defects of our own readers."""
 
 
 def main(choice: str) -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        watch = Watch(folder)
-        warm_up(folder)
+        outside = folder / "outside.safetensors"
+        weights.write_tensor(outside)
+        watch = FolderWatch()
+        for case in honest():
+            run(case, watch, folder)
+        chosen: Iterable[Case] = cases()
+        if choice == "cases":
+            chosen = [*cases(), *weights.cases(outside)]
+        elif choice == "bombs":
+            chosen = bombs()
+        elif choice == "mutants":
+            chosen = [*cases(), *bombs_of(MUTANTS.values())]
         gc.freeze()
+        actions = {case.name: partial(run, case, watch, folder) for case in chosen}
         if choice == "mutants":
-            run_mutants(watch, folder)
+            print_mutants(MUTANTS, actions)
             return
-        chosen: Iterable[Case] = bombs() if choice == "bombs" else cases()
-        for case in chosen:
-            print(json.dumps({"name": case.name, **run(case, watch, folder)}), flush=True)
+        was_opened = Opened(outside)
+        print_cases(actions)
+        problems = ["a file outside was opened"] if was_opened() else []
+        outside.read_bytes()
+        assert was_opened(), "the watch works"
+        print(json.dumps({"name": "outside", "problems": problems, "growth": 0}))
 
 
-def warm_up(folder: Path) -> None:
-    """Cause every late import of what is honest."""
-    honest = {
+def honest() -> Iterable[Case]:
+    """Cases that cause every late import of what is honest."""
+    files = {
         "x.pt": hostile._honest(),
         "x.tar": hostile.tarred((hostile._info(hostile.STATES), hostile._honest())),
         "x.zst": hostile.TARS["zstd that is none"][1],
@@ -216,47 +214,15 @@ def warm_up(folder: Path) -> None:
         "large.pkl": pickle.dumps({"a": np.zeros(1 << 17)}),
         "z.pkl": b"\x80\x02}" + hostile.text("a") + b"X\x01\x00\x00\x00\xff",
     }
-    for name, data in honest.items():
-        (folder / name).write_bytes(data)
-        open_and_read(folder, Case(name, {name: data}))
-        (folder / name).unlink()
-    two = {"trainer_state.json": b"{}", "optimizer.pt": hostile._honest()}
-    for name, data in two.items():
-        (folder / name).write_bytes(data)
-    open_and_read(folder, Case("folder", two))
-    for name in two:
-        (folder / name).unlink()
+    yield from (Case(name, {name: data}) for name, data in files.items())
+    yield Case("folder", {"trainer_state.json": b"{}", "optimizer.pt": hostile._honest()})
+    yield from weights.harmless()
 
 
-def run_mutants(watch: Watch, folder: Path) -> None:
-    everything = {case.name: case for case in (*cases(), *bombs_named(MUTANTS))}
-    for name, (wanted, _) in MUTANTS.items():
-        ours, theirs = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(ours)
-            break_(name)
-            found = run(everything[wanted], watch, folder)
-            os.write(theirs, json.dumps({"name": name, **found}).encode())
-            os._exit(0)
-        os.close(theirs)
-        with os.fdopen(ours, "rb") as pipe:
-            print(pipe.read().decode(), flush=True)
-        os.waitpid(child, 0)
-
-
-def bombs_named(wanted: dict[str, tuple[str, str]]) -> list[Case]:
+def bombs_of(mutants: Iterable[Mutant]) -> Iterable[Case]:
     """The bombs that mutants ask for; others are not made."""
-    names = {name.removeprefix("bomb: ") for name, _ in wanted.values()}
-    found = [
-        Case(f"bomb: {name}", {"x.pkl": make()}, is_refused=False)
-        for name, make in hostile.BOMBS.items()
-        if name in names
-    ]
-    for name, (file, make) in hostile.ARCHIVE_BOMBS.items():
-        if name in names:
-            found.append(Case(f"bomb: {name}", {file: make()}))
-    return found
+    wanted = {case for mutant in mutants for case in mutant.cases}
+    return list(bombs(wanted))
 
 
 if __name__ == "__main__":

@@ -3,62 +3,69 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+from tests.interop.hostile.cases import Case
 from tests.interop.sources.reads import safetensors_bytes
 from tests.interop.sources.test_mindspore import entry, message, varint
 
 BIG = 2**63 - 1
 
 
-def make_cases(folder: Path, outside: Path) -> Iterator[tuple[str, Path]]:
-    """Write every case into a folder of its own; `outside` is a file that none may read."""
-    makers = (
-        ("header", _headers),
-        ("protobuf", _protobufs),
-    )
-    for kind, maker in makers:
-        for number, data in enumerate(maker()):
-            path = folder / f"{kind}-{number}.bin"
-            path.write_bytes(data)
-            yield path.name, path
+def cases(outside: Path) -> Iterator[Case]:
+    """The hostile files and folders; `outside` is a file that none may read."""
+    for kind, contents in (("header", _headers()), ("protobuf", _protobufs())):
+        for number, data in enumerate(contents):
+            yield _case(f"{kind}: {number}", f"{kind}-{number}.bin", data)
     for number, index in enumerate(_indexes(outside)):
-        path = folder / f"index-{number}"
-        path.mkdir()
-        _shard(path / "model-00001-of-00001.safetensors")
         text = index if isinstance(index, bytes) else json.dumps(index).encode()
-        (path / "model.safetensors.index.json").write_bytes(text)
-        yield path.name, path
+        files = {SHARD: _SHARD, INDEX: text}
+        yield Case(f"index: {number}", files, is_named=True)
     for name, write in _HDF5.items():
-        path = folder / f"hdf5 {name}.mdl"
+        yield _case(f"hdf5: {name}", f"{name}.mdl", _content(write, outside))
+    whole = (Path(__file__).parents[2] / "golden/peers/cerebras/lz4.mdl").read_bytes()
+    for length in (8, 9, 48, 96, 500, 2048, 5000, 12_000, len(whole) - 1):
+        yield _case(f"hdf5: cut at {length}", "cut.mdl", whole[:length])
+
+
+def _case(name: str, file: str, data: bytes) -> Case:
+    return Case(name, {file: data}, is_named=True)
+
+
+def _content(write: Callable[[Path, Path], None], outside: Path) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.mdl"
         write(path, outside)
-        yield path.name, path
-    yield from _damaged_hdf5(folder)
+        return path.read_bytes()
 
 
-def make_harmless(folder: Path) -> None:
-    """Write a folder of shards, a protobuf and a file of more than is read at once; all fine."""
-    model = folder / "model"
-    model.mkdir(parents=True)
-    _shard(model / "model-00001-of-00001.safetensors")
-    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    (folder / "x.ckpt").write_bytes(entry("w", "Float32", (2,), bytes(8)))
+def write_tensor(path: Path, outside: Path | None = None) -> None:
+    """Write an HDF5 file of one tensor of Cerebras."""
+    _written(path, data=np.arange(8, dtype="f4"))
+
+
+def harmless() -> Iterator[Case]:
+    """A folder of shards, and files of each kind, of which one is more than is read at once."""
+    index = {"weight_map": {"w": SHARD}}
+    yield Case("folder", {SHARD: _SHARD, INDEX: json.dumps(index).encode()})
     large = {"w": tensor(dtype="U8", shape=(1 << 20,), offsets=(0, 1 << 20))}
-    (folder / "x.safetensors").write_bytes(safetensors_bytes(large, bytes(1 << 20)))
-
-
-def _shard(path: Path) -> None:
-    path.write_bytes(safetensors_bytes({"w": tensor()}, bytes(8)))
+    yield Case("large", {"x.safetensors": safetensors_bytes(large, bytes(1 << 20))})
+    yield Case("protobuf", {"x.ckpt": entry("w", "Float32", (2,), bytes(8))})
+    yield Case("hdf5", {"x.mdl": _content(write_tensor, Path())})
 
 
 def tensor(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+SHARD, INDEX = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
+_SHARD = safetensors_bytes({"w": tensor()}, bytes(8))
 
 
 def _headers() -> Iterator[bytes]:
@@ -355,12 +362,3 @@ _HDF5 = {
         _dict_of("a"), a={"__TYPE__": "ScalarSerializer", "scalar_value": [1] * 99}
     ),
 }
-
-
-def _damaged_hdf5(folder: Path) -> Iterator[tuple[str, Path]]:
-    """A real file, cut short at many places."""
-    whole = (Path(__file__).parents[2] / "golden/peers/cerebras/lz4.mdl").read_bytes()
-    for number, length in enumerate((8, 9, 48, 96, 500, 2048, 5000, 12_000, len(whole) - 1)):
-        path = folder / f"hdf5 cut {number}.mdl"
-        path.write_bytes(whole[:length])
-        yield path.name, path
