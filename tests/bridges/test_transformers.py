@@ -24,6 +24,7 @@ from bridges.frameworks import needed
 from holdfast.cli.diff import diff
 from holdfast.errors import UsageError
 from holdfast.events import Event
+from holdfast.policy.rules import parse_rule
 
 transformers = needed("transformers")
 import torch._dynamo  # noqa: E402 - the first optimizer imports it, once here for all forks
@@ -471,16 +472,16 @@ def test_another_batch_size_is_refused_before_training(tmp_path: Path) -> None:
         ).train()
 
 
+FOR_BEST = {"load_best_model_at_end": True, "save_strategy": "epoch", "eval_strategy": "epoch"}
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"save_total_limit": 2}, "save_total_limit: give"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size: a position"),
-        ({"ignore_data_skip": True}, "ignore_data_skip: nothing is read"),
-        ({"save_only_model": True}, "save_only_model: a run cannot"),
         (
-            {"load_best_model_at_end": True, "save_strategy": "epoch", "eval_strategy": "epoch"},
-            "load_best_model_at_end: give Checkpoints",
+            {"keep_local": "last:1", **FOR_BEST},
+            r"Tiered\(keep_local=…\) may delete the best",
         ),
     ],
     ids=str,
@@ -488,8 +489,93 @@ def test_another_batch_size_is_refused_before_training(tmp_path: Path) -> None:
 def test_what_would_be_ignored_is_refused(
     options: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
+    local = options.pop("keep_local", None)
+    root: Any = tmp_path / "run"
+    if local is not None:
+        root = holdfast.Tiered(root, tmp_path / "far", keep_local=local)
     with pytest.raises(UsageError, match=named):
-        trainer(tmp_path / "run", **options)
+        bridge.CheckpointedTrainer(
+            Net(), arguments(tmp_path, **options), eval_dataset=Rows(8), checkpoints=root
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "keep", "rule", "said"),
+    [
+        ({"save_total_limit": 3}, None, "last:3", "changed"),
+        ({"save_total_limit": 0}, None, None, ""),
+        ({"save_total_limit": 3, **FOR_BEST}, None, "last:2,best:eval_loss:min", "changed"),
+        ({"save_total_limit": 1, **FOR_BEST}, None, "last:1,best:eval_loss:min", "changed"),
+        ({**FOR_BEST}, None, "all,best:eval_loss:min", "changed"),
+        ({**FOR_BEST}, "last:2", "last:2,best:eval_loss:min", "changed"),
+        ({**FOR_BEST}, "best:eval_loss:min:2", "best:eval_loss:min:2", ""),
+        ({"save_total_limit": 3}, "last:2", "last:2", "warning"),
+        ({"save_only_model": True}, None, "all without optimizer,last:1", "changed"),
+    ],
+    ids=str,
+)
+def test_limits_of_the_arguments_become_a_rule_and_are_said_once(
+    options: dict[str, Any], keep: str | None, rule: str | None, said: str, tmp_path: Path
+) -> None:
+    told: list[Event] = []
+    one = trainer(tmp_path, every=None, keep=keep, sinks=[told.append], **options)
+    assert one.checkpoints.keep in (rule, None if rule is None else parse_rule(rule))
+    assert [event.kind for event in told] == ([said] if said else [])
+    assert not said or all(name in told[0].message for name in options if "limit" in name)
+
+
+def test_an_interval_of_ours_wins_over_that_of_the_arguments(tmp_path: Path) -> None:
+    """A callback may still ask for a save."""
+
+    class Asks(callbacks.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            control.should_save |= state.global_step == 7
+
+    told: list[Event] = []
+    given = {"save_strategy": "steps", "save_steps": 5, "max_steps": 13}
+    trainer(tmp_path, sinks=[told.append], more=[Asks()], **given).train()
+    assert [one.step for one in manager_of(tmp_path).list()] == [13, 12, 8, 7, 4]
+    [warning] = [event.message for event in told if event.kind == "warning"]
+    assert "save_steps=5: without effect" in warning
+
+
+def told(kind: Any, root: Path, **options: Any) -> Any:
+    transformers.logging.set_verbosity_error()
+    transformers.set_seed(1)
+    given = {"max_steps": 17, "save_steps": 4, **FOR_BEST, **options}
+    given["eval_strategy"], given["save_strategy"], given["eval_steps"] = "steps", "steps", 4
+    one = kind(Net(), arguments(root, **given), train_dataset=Rows(), eval_dataset=Rows(8))
+    one.losses = [3.0, 2.0, 4.0, 5.0, 6.0]
+    return one
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_the_best_model_is_kept_and_loaded_at_the_end_as_by_the_trainer(
+    limit: int | None, tmp_path: Path
+) -> None:
+    """With ordinary arguments and `output_dir` for the root; also where the run had ended."""
+    theirs = told(Told, tmp_path / "theirs", save_total_limit=limit)
+    theirs.train()
+    for _ in range(2):
+        ours = told(OursTold, tmp_path / "ours", save_total_limit=limit)
+        ours.train()
+        saved = [int(one.name.removeprefix("checkpoint-")) for one in tmp_path.glob("theirs/c*")]
+        assert {one.step for one in manager_of(tmp_path / "ours").list()} == {*saved} >= {8, 17}
+        best = ours.state.best_model_checkpoint
+        assert ("checkpoint-8" in theirs.state.best_model_checkpoint, "step-00000008" in best) == (
+            (True, True)
+        )
+        forks.assert_equal(dict(ours.model.state_dict()), holdfast.load_weights(best))
+
+
+def test_weights_alone_stay_of_all_but_the_newest(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=8, save_only_model=True).train()
+    newest, older = (Path(one.path) for one in manager_of(tmp_path).list())
+    assert [*newest.glob("optimizer-*")]
+    assert not [*older.glob("optimizer-*")]
+    again = trainer(tmp_path, max_steps=9, save_only_model=True)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 9
 
 
 def test_a_direction_other_than_that_of_the_rule_is_refused(tmp_path: Path) -> None:
@@ -621,7 +707,7 @@ def test_a_run_that_a_signal_ended_goes_on(tmp_path: Path) -> None:
     assert again.state.global_step == 4
 
 
-@pytest.mark.parametrize("given", [True, 5, "step-5", "out/checkpoint-5"])
+@pytest.mark.parametrize("given", [5, "step-5", "out/checkpoint-5"])
 def test_to_resume_where_nothing_is_is_an_error(given: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no checkpoint; leave it out for a new run"):
         trainer(tmp_path / "run").train(resume_from_checkpoint=given)
@@ -631,7 +717,8 @@ def test_to_resume_where_nothing_is_is_an_error(given: Any, tmp_path: Path) -> N
 def test_the_root_itself_can_be_named(
     given: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer(tmp_path, max_steps=2).train()
+    """True also while it has no checkpoint: the same script begins the run and resumes it."""
+    trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=given is True or None)
     again = trainer(tmp_path, max_steps=3, sinks=(holdfast.events.log_event,))
     again.train(resume_from_checkpoint=str(tmp_path) if given == "the root" else given)
     assert again.state.global_step == 3

@@ -27,6 +27,7 @@ from holdfast.bridges.parts import (
     taking_over,
     warn_without_interval,
 )
+from holdfast.bridges.transformers.arguments import find_best_rule
 from holdfast.bridges.transformers.seams import (
     FRAMEWORK,
     STATE_FILE,
@@ -40,7 +41,7 @@ from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.control.stop import Stop
 from holdfast.data.loader import Loader
 from holdfast.data.stream import Stream
-from holdfast.errors import UsageError
+from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.manager import CheckpointManager
 from holdfast.policy.savers import Due
 from holdfast.policy.triggers import Event
@@ -90,6 +91,8 @@ class TransformersRun(TrainerCallback):
         self.carried_loss: float | None = None
         self.own_begin = ""
         """The folder of the Trainer's own that the run begins with."""
+        self.best_path: str | None = None
+        """The checkpoint whose weights the model has at the end, if it is the best."""
         self._event = "step"
         self._which: str | int = "latest"
         self._folder: Path | None = None
@@ -145,7 +148,7 @@ class TransformersRun(TrainerCallback):
                 f"resume_from_checkpoint=False: {root} has checkpoints, the newest of step {step}; "
                 "to start a new run, give another root"
             )
-        if given is None or given is False:
+        if given is None or given is False or (given is True and step is None):
             return None
         if not isinstance(given, str) or not os.path.isdir(given):
             if step is None:
@@ -172,7 +175,7 @@ class TransformersRun(TrainerCallback):
 
     def _begin(self) -> None:
         """Resume from the newest checkpoint, with all the Trainer has made of its arguments."""
-        counters = self.counters
+        counters, self.best_path = self.counters, None
         state: dict[str, Any] = {
             "model": self.trainer.model,
             "optimizer": self.trainer.optimizer,
@@ -213,6 +216,10 @@ class TransformersRun(TrainerCallback):
         )
         if found is None:
             return
+        if getattr(self.trainer.args, "overwrite_output_dir", False):
+            self.emit(
+                "warning", "overwrite_output_dir: nothing is; for a new run give another root"
+            )
         self.trainer.args.eval_on_start = False  # it was evaluated when the run began
         if self.has_stopped and not self.is_done():
             self.emit("warning", stays_ended(step, f"train(resume_from_checkpoint={step})"))
@@ -250,6 +257,18 @@ class TransformersRun(TrainerCallback):
             control.should_training_stop = self._is_signaled = True
         if self._event == "epoch" and control.should_training_stop:
             self.manager.save(step, epoch=epochs, metrics=metrics, reason="final")
+
+    def load_best(self) -> None:
+        """Load the weights of the best checkpoint, unless a signal has ended the training."""
+        best = find_best_rule(self.trainer.args)
+        if self._is_signaled or self.manager is None or best is None:
+            return
+        self.manager.wait(uploads=False)
+        which = f"best:{best.metric}:{best.mode}"
+        try:
+            self.best_path = self.manager.load(which, components=["model"]).path
+        except NoCheckpoint as error:
+            self.emit("warning", f"load_best_model_at_end: the last weights stay: {error}")
 
     def step_ended(self, *, is_last: bool) -> None:
         """Save, unless the logs and evaluations of the epoch's end come next."""

@@ -1,4 +1,4 @@
-"""Private names of transformers that are used, its epochs, and arguments that are refused."""
+"""Private names of transformers that are used, and its epochs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 
 from holdfast.bridges.parts import Generators
 from holdfast.data.loader import Loader
-from holdfast.errors import UsageError, listing
+from holdfast.errors import UsageError
 from holdfast.results import Checkpoint
 
 FRAMEWORK = "transformers"
@@ -87,40 +87,6 @@ def check_names() -> None:
             f"transformers {transformers.__version__} has no {', '.join(missing)}: this bridge is "
             f"tested with {_SUPPORTED}"
         )
-
-
-def refuse_arguments(trainer: Any) -> None:
-    """Raise `UsageError` for arguments that would be ignored, or cannot be resumed exactly."""
-    args = trainer.args
-    pushes = args.push_to_hub and str(getattr(args.hub_strategy, "value", "")) != "end"
-    reasons = {
-        "deepspeed": (args.deepspeed, "its optimizer cannot be a component"),
-        "fsdp": (args.fsdp, "not supported by this bridge; see holdfast.train for FSDP2"),
-        "auto_find_batch_size": (
-            args.auto_find_batch_size,
-            "a position in the data needs one batch size",
-        ),
-        "load_best_model_at_end": (
-            args.load_best_model_at_end,
-            'give Checkpoints(keep="last:1,best:eval_loss") and call '
-            "holdfast.load_weights(f'{root}@best', model) after train()",
-        ),
-        "save_total_limit": (
-            args.save_total_limit is not None,
-            "give Checkpoints(keep=Last(n))",
-        ),
-        "save_only_model": (args.save_only_model, "a run cannot resume from weights alone"),
-        "ignore_data_skip": (args.ignore_data_skip, "nothing is read to skip it: leave it out"),
-        "push_to_hub": (pushes, 'checkpoints are not pushed: set hub_strategy="end"'),
-        "past_index": (getattr(args, "past_index", -1) >= 0, "states of the past are not saved"),
-        "split_batches": (
-            args.accelerator_config.split_batches,
-            "batches are of each rank: leave it out",
-        ),
-    }
-    wrong = [f"{name}: {why}" for name, (is_set, why) in reasons.items() if is_set]
-    if wrong:
-        raise UsageError("TrainingArguments:\n" + listing(wrong))
 
 
 def major_version() -> int:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from holdfast.bridges.parts import check_direction, only_leader
+from holdfast.bridges.parts import only_leader, reporting
+from holdfast.bridges.transformers.arguments import OtherInterval, translate_arguments
 from holdfast.bridges.transformers.run import Elsewhere, TransformersRun, newest_step
 from holdfast.bridges.transformers.seams import (
     SUMMARY,
@@ -24,14 +25,12 @@ from holdfast.bridges.transformers.seams import (
     leaders,
     loader_of,
     loaders_skip_by_themselves,
-    refuse_arguments,
 )
 from holdfast.checkpoints import Checkpoints
 from holdfast.control.stop import Stop
 from holdfast.data.loader import Loader
 from holdfast.data.stream import Stream
 from holdfast.errors import UsageError
-from holdfast.format.manifest import Mode
 from holdfast.manager import CheckpointManager
 
 if TYPE_CHECKING:
@@ -48,16 +47,16 @@ class CheckpointedMixin(_Trainer):
         trainer = MyTrainer(model, args, train_dataset=…, checkpoints=Checkpoints("runs/sft", …))
         trainer.train()  # resumes by itself
 
-    Everything but `checkpoints`, `data` and `stop` goes to the Trainer. It saves when `checkpoints`
-    say so, when the Trainer itself would (`save_strategy`, or a callback that sets `should_save`),
-    when a signal asks for it, and at the end. A signal ends training after its step; `train` then
+    Everything but `checkpoints`, `data` and `stop` goes to the Trainer. It saves as `every` says,
+    or without it `save_strategy`; when a callback sets `should_save` or a signal asks for it; and
+    at the end. A signal ends training after its step; `train` then
     raises `SystemExit(75)`, or `KeyboardInterrupt` after SIGINT.
     """
 
     def __init__(
         self,
         *args: Any,
-        checkpoints: Checkpoints | str | os.PathLike[str],
+        checkpoints: Checkpoints | str | os.PathLike[str] | None = None,
         data: Loader | Stream | None = None,
         stop: Stop | None = None,
         **kwargs: Any,
@@ -66,7 +65,8 @@ class CheckpointedMixin(_Trainer):
 
         Args:
             args: those of the Trainer.
-            checkpoints: the root, or a `Checkpoints` with when to save and what to keep.
+            checkpoints: the root, or a `Checkpoints` with when to save and what to keep. None: the
+                root is `output_dir`. Where it does not say when or what, TrainingArguments do.
             data: batches of the training. None: a `Loader` of `train_dataset`, with the batch
                 size, collator, sampler and workers that the Trainer has for it.
             stop: the signals that end training. None: SIGTERM, SIGINT and SIGUSR1.
@@ -77,18 +77,14 @@ class CheckpointedMixin(_Trainer):
                 cannot be resumed exactly; all of them are listed.
         """
         check_names()
-        self.checkpoints = Checkpoints.of(checkpoints, {})
-        if self.checkpoints.root is None:
-            raise UsageError("checkpoints: the root is None; give a path to save in")
-        self._holdfast = TransformersRun(self, self.checkpoints, data, stop)
         super().__init__(*args, **kwargs)
-        refuse_arguments(self)
-        if self.args.metric_for_best_model and self.args.greater_is_better is not None:
-            metric = f"eval_{self.args.metric_for_best_model.removeprefix('eval_')}"
-            is_high = self.args.greater_is_better
-            who = f"greater_is_better={is_high}"
-            mode: Mode = "max" if is_high else "min"
-            check_direction(self.checkpoints, self._holdfast.emit, metric, mode, who)
+        given = Checkpoints.of(self.args.output_dir if checkpoints is None else checkpoints, {})
+        if given.root is None:
+            raise UsageError("checkpoints: the root is None; give a path to save in")
+        self.checkpoints = translate_arguments(self.args, given, reporting(given))
+        if given.every is not None:
+            OtherInterval.insert_into(self.callback_handler.callbacks)
+        self._holdfast = TransformersRun(self, self.checkpoints, data, stop)
         self.add_callback(self._holdfast)
 
     @property
@@ -111,14 +107,14 @@ class CheckpointedMixin(_Trainer):
             resume_from_checkpoint: another checkpoint of the root: its folder, step or tag, as
                 for `CheckpointManager.resume`, or its path. A path of a folder of the Trainer's
                 own begins the run with that, while the root has no checkpoint. True: the newest
-                one, which must exist.
+                one, or a new run, as without it.
             trial: must be None.
             args: as for the Trainer.
             kwargs: as for the Trainer.
 
         Raises:
-            UsageError: False, while the root has checkpoints; another value while it has none; or
-                a `trial`.
+            UsageError: False, while the root has checkpoints; a name while it has none; or a
+                `trial`.
             NoUsableCheckpoint: the root has checkpoints, and none can be used.
         """
         if trial is not None:
@@ -141,10 +137,13 @@ class CheckpointedMixin(_Trainer):
                 folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-"))
             self._holdfast.stand_at(step, folder)
             closing.callback(self._holdfast.forget)
-            closing.callback(setattr, self.args, "eval_on_start", self.args.eval_on_start)
+            for name in ("eval_on_start", "ignore_data_skip"):
+                closing.callback(setattr, self.args, name, getattr(self.args, name))
+            self.args.ignore_data_skip = False  # nothing is read to skip it
             closing.enter_context(loaders_skip_by_themselves())
             closing.push(self._holdfast.close)
             output = super().train(folder, None, *args, **kwargs)
+            self.state.best_model_checkpoint = self._holdfast.best_path
             loss = output.metrics.get("train_loss", output.training_loss)
             return output._replace(training_loss=loss)
 
@@ -166,10 +165,13 @@ class CheckpointedMixin(_Trainer):
         return torch.tensor(carried, device=loss.device) + loss
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log values; the mean loss at the end is that of all lives of the run, not of this one."""
-        if self.manager is not None and logs.keys() >= SUMMARY:
+        """Log values; the last mean loss is of all lives of the run, and the best model follows."""
+        is_summary = self.manager is not None and logs.keys() >= SUMMARY
+        if is_summary:
             logs["train_loss"] = self._holdfast.counters.mean_loss()
         super().log(logs, *args, **kwargs)
+        if is_summary and self.args.load_best_model_at_end:
+            self._holdfast.load_best()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
         if not self._holdfast.is_ours(resume_from_checkpoint):
