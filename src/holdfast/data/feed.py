@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from holdfast.data import identity
 from holdfast.data.options import check_whole
+from holdfast.data.position import STEPS
 from holdfast.data.ranks import ALONE, DataRanks, HasRank, check_group, data_ranks
 from holdfast.data.taking import Taking
 from holdfast.data.workers import begin_worker
@@ -61,6 +62,9 @@ class Feed(ABC):
         self._data, self._fingerprint = identity.describe_dataset(data), fingerprint
         self._seed, self._epoch, self._batch = seed, 0, 0
         self._num_own: int | None = None
+        self._num_steps: int | None = 0
+        """Batches taken in all epochs; None if the position was saved by a loop without numbers."""
+        self._is_numbered = False
         self._taking = Taking()
         self._generation = 0
         """Number of the iterator that is alive."""
@@ -111,6 +115,11 @@ class Feed(ABC):
     def batch(self) -> int:
         """Number of batches, of all ranks, that the loop has taken of this epoch."""
         return self._batch
+
+    @property
+    def step(self) -> int | None:
+        """Number of batches taken in all epochs, as `steps` counts; None if that is unknown."""
+        return self._num_steps
 
     @property
     def own_samples(self) -> int | None:
@@ -168,6 +177,46 @@ class Feed(ABC):
             )
         return self._across(max(0, step - start) * batches_per_step)
 
+    def epochs(self, count: int) -> Iterator[int]:
+        """Iterate over the numbers of the epochs that are left of `count`.
+
+        The loop's body takes the rest of the epoch, as from `steps`. After a resume the first
+        number is that of the epoch in which the position is.
+        """
+        check_whole("count", count, at_least=0)
+        while True:
+            if self.at_epoch_end and self._begun_epoch == self._epoch:
+                self._end_epoch()
+            if self._epoch >= count:
+                return
+            before = self._epoch, self._batch
+            yield self._epoch
+            if before == (self._epoch, self._batch):
+                raise UsageError(
+                    f"epochs({count}): the body of the loop has taken no batch in epoch "
+                    f"{self._epoch}: iterate over the {self._name}, or over its steps(), in it"
+                )
+
+    def steps(self, *, start: int | None = None) -> Iterator[tuple[int, Any]]:
+        """Iterate over the rest of this epoch, as (step, batch); the run's first step is 1.
+
+        Args:
+            start: steps that are done already. None: those of the position.
+
+        Raises:
+            UsageError: the position was saved by a loop without `steps`, and cannot tell.
+        """
+        if start is not None:
+            check_whole("start", start, at_least=0)
+            self._num_steps = start
+        if self._num_steps is None:
+            raise UsageError(
+                f"steps(): the {self._name}'s position was saved by a loop without steps(), and "
+                "does not tell how many are done: give steps(start=found.step)"
+            )
+        self._is_numbered = True
+        return ((self._num_steps or 0, batch) for batch in self)
+
     @abstractmethod
     def _across(self, count: int) -> Iterator[Any]:
         """Yield so many batches, across epochs."""
@@ -184,6 +233,16 @@ class Feed(ABC):
 
     def _end_epoch(self) -> None:
         self._epoch, self._batch = self._epoch + 1, 0
+
+    def _count_batch(self) -> None:
+        """Count a batch; call it from the generator that yields the batch."""
+        if self._num_steps is not None:
+            self._num_steps += 1
+        self._taking.count_batch()
+
+    def _infer_steps(self) -> int | None:
+        """Return the number of batches taken in all epochs, if the position tells it."""
+        return None if self._epoch else self._batch
 
     def _start_iterator(self) -> int:
         """End the iterator that is alive; return the number of the one that begins."""
@@ -214,12 +273,15 @@ class Feed(ABC):
                 stored["seed"],
             )
         self._seed, self._epoch, self._batch = stored["seed"], stored["epoch"], batch
+        self._num_steps = stored.get(STEPS, self._infer_steps())
+        self._is_numbered = STEPS in stored
         self._taking = Taking()
         self._generation += 1
         self._begun_epoch = -1
 
     def _position(self) -> dict[str, Any]:
-        return {"epoch": self._epoch, "batch": self._batch, "seed": self._seed}
+        numbered = {STEPS: self._num_steps} if self._is_numbered else {}
+        return {"epoch": self._epoch, "batch": self._batch, "seed": self._seed, **numbered}
 
     def _identity(self) -> dict[str, str]:
         named = {} if self._fingerprint is None else {"fingerprint": self._fingerprint}

@@ -224,6 +224,12 @@ class Loader(Feed):
         """Whether epochs may differ in their number of batches."""
         return self._sizes.vary or self._batch_sampler is not None
 
+    @override
+    def _infer_steps(self) -> int | None:
+        if self.epochs_vary:
+            return super()._infer_steps()
+        return self._epoch * len(self) + self._batch
+
     def state_dict(self) -> dict[str, int | bool | str]:
         """Return the position, with the settings that it depends on."""
         return {
@@ -285,7 +291,7 @@ class Loader(Feed):
         kill_at_exit(batches)
         for epoch, batch, num_own, samples in batches:
             self._epoch, self._batch, self._num_own = epoch, batch + 1, num_own
-            self._taking.count_batch()
+            self._count_batch()
             yield samples
             self._expect_alive(generation)
         self._taking.finish_iteration()

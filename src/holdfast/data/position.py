@@ -25,6 +25,8 @@ ORDER = "order"
 COMPUTED = "computed"
 NUM_BATCHES = "num_batches"
 """Batches of the present lap; stored only of samplers."""
+STEPS = "steps"
+"""Batches that were taken in all epochs; stored only if the loop uses `steps()`."""
 _TEXTS = ("data", "fingerprint", ORDER)
 
 
@@ -34,6 +36,7 @@ def check_position(state: Mapping[str, Any]) -> dict[str, Any]:
     least = {"epoch": 0, "batch": 0, "seed": 0, "num_samples": 1}
     least["batch_size"] = 0 if is_of_batches else 1
     least |= {name: 1 for name in (VERSION, PER_EPOCH, NUM_BATCHES) if name in state}
+    least |= {STEPS: 0} if STEPS in state else {}
     if {*state} - {*_TEXTS} != {*least, *SETTINGS}:
         raise UsageError(f"not the position of a Loader: it has {sorted(state)}")
     for name, at_least in least.items():

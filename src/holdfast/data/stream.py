@@ -194,6 +194,7 @@ class Stream(Feed):
 
     def _parse_position(self, state: Mapping[str, Any]) -> tuple[list[_Place | None], list[str]]:
         least = {"epoch": 0, "batch": 0, "seed": 0, "next_worker": 0}
+        least |= {position.STEPS: 0} if position.STEPS in state else {}
         known = {*least, *self._settings, "at_end", "workers", "data", "fingerprint"}
         state = {position.VERSION: 1, **state}
         is_good = {*state, "fingerprint"} == known and all(
@@ -277,7 +278,7 @@ class Stream(Feed):
             self._batch += 1
             self._num_own = num_own
             self._at_end = following is None
-            self._taking.count_batch()
+            self._count_batch()
             yield samples
             self._expect_alive(generation)
             item = following
