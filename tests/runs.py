@@ -126,10 +126,10 @@ def begun(store: Store, *, label: str, epoch: int, sequence: int) -> SaveAttempt
     return create_attempt(store, label=label, epoch=epoch, nonce=nonce, sequence=sequence)
 
 
-def retracted(store: Store, folder: str) -> bool:
+def retracted(store: Store, folder: str, **more: Any) -> bool:
     """Delete a checkpoint in the name of epoch 1, as gc would; whether it is gone."""
     claim = Claim(epoch=1, nonce="", resumed_from=None)
     removal = retract(
-        store, folder, claim=claim, reason="test", readers=Readers(store), unclear={folder}
+        store, folder, claim=claim, reason="test", readers=Readers(store), unclear={folder}, **more
     )
     return removal.is_done

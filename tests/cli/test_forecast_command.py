@@ -48,6 +48,24 @@ def test_deletions_and_kept_checkpoints_have_their_reasons(
     assert found["recorded_by"] == folder_of(tmp_path, 400).name
 
 
+def test_what_waits_for_a_metric_is_told(holdfast: Command, tmp_path: Path) -> None:
+    keep = "best:eval/acc:max:1:wait=2"
+    trained(tmp_path, 100, 200, 300, 400, every="100step", keep=keep)
+    listed = holdfast("prune", tmp_path, "--keep", keep, "--dry-run", "--json").document
+    assert [one["why"].partition(", 2 of at most 2")[0] for one in listed["checkpoints"]] == [
+        "the run resumed from it, newest, waits for eval/acc",
+        "waits for eval/acc",
+    ]
+    assert holdfast("metric", f"{tmp_path}@step=400", "eval/acc=0.5").code == 0
+    found = holdfast("forecast", tmp_path, "--saves", 3, "--json").document
+    assert [[gone["step"] for gone in save["gone"]] for save in found["saves"]] == [
+        [],
+        [300],
+        [500],
+    ]
+    assert "no value of 'eval/acc' is added" in found["assumptions"]
+
+
 def test_dropped_components_free_their_bytes_once(holdfast: Command, tmp_path: Path) -> None:
     keep = Last(1) | Last(9).then_drop("optimizer")
     trained(tmp_path, 100, 200, every="100step", keep=keep)

@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast import CheckpointManager, Encryption, MemoryStore, errors
-from holdfast.events import Emitter
+from holdfast.events import Emitter, Event
 from holdfast.keys import SecretKey
 from holdfast.maintenance.delete import prune_checkpoints
 from holdfast.ownership.annotations import annotate
@@ -24,7 +24,7 @@ from runs import retracted
 
 def manager_of(root: Path | Store, **options: Any) -> CheckpointManager:
     state = {"model": torch.nn.Linear(1, 1)}
-    return CheckpointManager(root, state, sinks=(), preflight=False, **options)
+    return CheckpointManager(root, state, **{"sinks": (), "preflight": False, **options})
 
 
 def save_steps(root: Path | Store, steps: range, **options: Any) -> None:
@@ -49,6 +49,27 @@ def test_a_late_value_counts_for_best_the_list_and_retention(tmp_path: Path) -> 
     assert Catalog(store).find_checkpoint("best:eval/acc").step == 2
     prune_checkpoints(store, parse_rule("last:1,best:eval/acc"), emit=Emitter(()))
     assert [*metrics_of(root)] == [4, 2]
+
+
+def test_retention_says_that_it_deletes_what_was_never_measured(tmp_path: Path) -> None:
+    told: list[Event] = []
+    with manager_of(tmp_path, keep="best:acc:wait=2", sinks=[told.append]) as manager:
+        for step in range(1, 7):
+            manager.save(step, wait=True)
+    assert [*metrics_of(tmp_path)] == [6, 5]
+    (warning,) = (event.message for event in told if event.kind == "warning")
+    assert "step 1 was deleted before the metric" in warning
+
+
+@pytest.mark.parametrize("change", [{"metrics": {"acc": 1.0}}, {"add_tags": ["kept"]}])
+def test_what_gets_a_value_after_the_decision_is_judged_again(change: dict[str, Any]) -> None:
+    """Rule 4: the deleter reads the notes again, after it has put its mark."""
+    store = MemoryStore()
+    save_steps(store, range(1, 4))
+    entry = Catalog(store).checkpoints()[-1]
+    annotate(store, entry, **change)
+    assert not retracted(store, entry.folder, notes_number=0)
+    assert retracted(store, entry.folder, notes_number=1) is ("metrics" in change)
 
 
 def test_another_value_of_a_metric_is_refused_unless_it_is_to_be_replaced(tmp_path: Path) -> None:

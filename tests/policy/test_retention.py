@@ -108,6 +108,7 @@ simple = st.one_of(
         st.sampled_from(["val_loss", "accuracy"]),
         st.integers(1, 3),
         st.sampled_from(["min", "max"]),
+        wait=st.integers(0, 2),
     ),
     st.builds(EveryNth, st.sampled_from(["7step", "10step", "2ep"])),
     st.builds(Hourly, st.none() | st.integers(1, 3)),
@@ -287,6 +288,32 @@ def test_best_is_lowest_or_highest() -> None:
     assert kept(entries, Best("val", n=2, mode="min")) == [2, 4]
     assert kept(entries, Best("val", n=3, mode="min")) == [1, 2, 4]
     assert kept(entries, Best("val", mode="max")) == [3, 4]
+
+
+def test_a_rule_that_waits_keeps_as_many_without_a_value_as_it_says() -> None:
+    values = {1: 0.9, 2: None, 3: 0.5, 4: None, 5: math.nan, 6: None, 7: None}
+    entries = [
+        candidate(n, metrics={} if value is None else {"acc": value}) for n, value in values.items()
+    ]
+    assert kept(entries, Best("acc")) == [1, 7]
+    assert kept(entries, Best("acc", wait=2)) == [1, 6, 7]
+    assert kept(entries, Best("acc", wait=9)) == [1, 2, 4, 6, 7]
+    (reason,) = (d.reason for d in decide(entries, Best("acc", wait=3)) if d.entry is entries[3])
+    assert reason == "waits for acc, 3 of at most 3"
+
+
+def test_a_rule_that_waits_keeps_no_more_before_the_first_value_and_after_a_resume() -> None:
+    """A rule that does not wait keeps all then: its metric may be mistyped."""
+    before = [candidate(n) for n in range(1, 7)]
+    assert kept(before, Best("acc", wait=2)) == [5, 6]
+    assert kept(before, Best("acc")) == [1, 2, 3, 4, 5, 6]
+    resumed = [candidate(1, metrics={"acc": 0.5}), *(candidate(n, epoch=2) for n in range(2, 7))]
+    assert kept(resumed, Best("acc", wait=2)) == [1, 5, 6]
+
+
+def test_what_no_run_should_resume_from_does_not_wait() -> None:
+    entries = [candidate(1, healthy=False), candidate(2, rejected=True), candidate(3)]
+    assert kept(entries, Last(1) | Best("acc", wait=9)) == kept(entries, Last(1))
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])

@@ -31,6 +31,8 @@ from holdfast.policy.rules import (
         ("best:loss:max", Best("loss", mode="max")),
         ("best:loss:3", Best("loss", 3)),
         ("best:eval/loss:min:2", Best("eval/loss", 2)),
+        ("best:eval/acc:wait=5", Best("eval/acc", wait=5)),
+        ("best:eval/acc:max:3:wait=5", Best("eval/acc", 3, "max", wait=5)),
         ("best:group:loss:max:2", Best("group:loss", 2, "max")),
         ("every:1000step", EveryNth("1000step")),
         ("hourly", Hourly()),

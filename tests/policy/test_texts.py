@@ -47,6 +47,7 @@ class Own(Rule):
         (Last(3), "last:3"),
         (Last(3, save_class="permanent"), "last:3:permanent"),
         (Best("loss", 2), "best:loss:min:2"),
+        (Best("loss", wait=5), "best:loss:min:1:wait=5"),
         (Best("a:b=c", mode="max"), "best:a:b=c:max:1"),
         (EveryNth("1000step"), "every:1000step"),
         (EveryNth("6h"), "every:21600s"),

@@ -124,7 +124,7 @@ def say_start(
 
 def warn_without_interval(checkpoints: Checkpoints, emit: Emitter) -> None:
     """Warn that nothing is saved before the end, as neither `every` nor a rule `Best` says when."""
-    if checkpoints.every is None and not best_rules(checkpoints):
+    if checkpoints.every is None and not BestSaves(best_rules(checkpoints)):
         emit(
             "warning",
             "only the end of the run and signals are saved, so a crash loses all of it: give "

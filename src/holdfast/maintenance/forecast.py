@@ -6,7 +6,7 @@ Reads only. Adds assumed saves to the checkpoints of a root, one after the other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -20,7 +20,7 @@ from holdfast.ownership.claim import is_closed
 from holdfast.ownership.process import liveness, utc_now
 from holdfast.policy.retention import Decision, judge, may_rest_on, unmet
 from holdfast.policy.rule import MAIN, Candidate, Rule
-from holdfast.policy.rules import Nothing, recorded_time
+from holdfast.policy.rules import Nothing, best_rules, recorded_time
 from holdfast.policy.savers import Due, SideSaver
 from holdfast.policy.schedule import SaveSchedule, policies_from_texts, rule_of
 from holdfast.root.catalog import Catalog, Entry
@@ -77,7 +77,10 @@ def forecast_retention(
     recorded = next((entry for entry in history if entry.manifest.policy is not None), None)
     policy = None if recorded is None else recorded.manifest.policy
     rule = keep if keep is not None else _recorded_rule(store, policy)
-    coming = _Coming([found[entry.order] for entry in history], is_running=is_running)
+    awaited = [best.metric for best in best_rules(rule) if best.wait]
+    coming = _Coming(
+        [found[entry.order] for entry in history], is_running=is_running, unmeasured=awaited
+    )
     dues = coming.scheduled(policy, number)
     assumed = "saves are made at the recorded intervals only"
     if len(dues) < number:
@@ -104,6 +107,7 @@ def forecast_retention(
             *([] if is_running else [f"the run resumes from {history[0].folder}"]),
             *(f"{p!r} keeps everything, as no checkpoint has {lack}" for p, lack in lacks.items()),
             "each save has the metrics of the newest checkpoint, and shares no file with another",
+            *(f"no value of {metric!r} is added" for metric in awaited),
             "saves and uploads succeed, and no checkpoint is damaged or being read",
         ),
     )
@@ -219,8 +223,12 @@ def _thinned(made: Decision, sizes: Mapping[str, int]) -> Candidate:
 class _Coming:
     """Times and contents of the next saves; counters grow as between the newest two steps saved."""
 
-    def __init__(self, history: Sequence[Candidate], *, is_running: bool) -> None:
+    def __init__(
+        self, history: Sequence[Candidate], *, is_running: bool, unmeasured: Collection[str]
+    ) -> None:
         self._history, self._newest, self._now = history, history[0], history[0].timestamp
+        known = self._newest.metrics
+        self._metrics = {name: known[name] for name in known if name not in unmeasured}
         steps = (entry.timestamp for entry in history)
         self._before = next((at for at in steps if at.step < self._now.step), Timestamp(step=0))
         self._distance = max(self._now.step - self._before.step, 1)
@@ -270,7 +278,7 @@ class _Coming:
                 created="" if self._since is None else (self._since + later).isoformat(),
                 save_class=due.save_class,
                 nbytes=sum(parts.values()),
-                metrics=self._newest.metrics,
+                metrics=self._metrics,
                 components=tuple(parts),
                 savers=due.savers,
                 left_out=tuple(name for name in sizes if name not in parts),

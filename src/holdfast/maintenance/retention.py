@@ -27,7 +27,8 @@ from holdfast.ownership.claim import Claim, dropped
 from holdfast.ownership.deletion import retract, thin
 from holdfast.ownership.leases import FoundLease, Readers
 from holdfast.policy.retention import Decision, judge, may_rest_on, renamed, unmet
-from holdfast.policy.rule import Candidate, Rule
+from holdfast.policy.rule import MAIN, Candidate, Rule, flat
+from holdfast.policy.rules import Best
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import kept_of_others, sync_checkpoint
 from holdfast.root.remaining import parts_of
@@ -347,6 +348,7 @@ class Deleter:
                     claim=claim,
                     reason=why,
                     readers=self._readers,
+                    notes_number=entry.marks.notes_number,
                 )
             else:
                 self._manifests.pop(entry.folder, None)
@@ -359,10 +361,12 @@ class Deleter:
                     is_sent_to=self.is_sent_to,
                     unclear=self._unclear,
                     listed=entry.manifest.files,
+                    notes_number=entry.marks.notes_number,
                 )
             self._report_readers(entry, removal.leases)
             if removal.is_done:
                 self._report_removal(entry, components, why, removal.left)
+                self._warn_of_unmeasured(entry.step, item.decision)
         except Superseded:
             raise
         except HoldfastError as error:
@@ -384,6 +388,19 @@ class Deleter:
         text = f"deleted {folder}: {why}"
         self.emit("retracted", text, step=step, folder=folder, root=self.store.url, reason=why)
         self._readers.tidy(folder)
+
+    def _warn_of_unmeasured(self, step: int, made: Decision) -> None:
+        """Warn, once, that a checkpoint was deleted without the value that a rule waits for."""
+        savers = () if made.keep else made.entry.savers or (MAIN,)
+        for part, saver, _ in flat(self._rule):
+            is_awaited = isinstance(part, Best) and saver in savers and part.awaits(made.entry)
+            if is_awaited and self._is_first_time(f"unmeasured {part}"):
+                self.emit(
+                    "warning",
+                    f"the checkpoint of step {step} was deleted before the metric of the rule "
+                    f"{str(part)!r} was measured, as newer ones wait for it, too. Is an "
+                    "evaluation running that adds this metric?",
+                )
 
     def _must_stay(self, entry: Entry) -> bool:
         """Whether a checkpoint is still needed by an upload or a reader; reported once."""

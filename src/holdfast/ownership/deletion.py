@@ -59,6 +59,7 @@ def retract(
     unclear: Collection[str] = (),
     even_held: bool = False,
     listed: Collection[str] | None = None,
+    notes_number: int | None = None,
 ) -> Removal:
     """Delete one checkpoint unless it is pinned, tagged or leased by a reader.
 
@@ -66,7 +67,8 @@ def retract(
     manifest lists are deleted; `listed` has their names if its tombstone was put before.
 
     `is_sent_to` is as for `may_remove_whole`. The registers of `unclear` folders stay. With
-    `even_held` pins and tags do not keep it: a person has said so.
+    `even_held` pins and tags do not keep it: a person has said so. `notes_number` is that of the
+    notes that the decision rests on: if there are newer ones, the checkpoint stays for now.
     """
     by, mark_name = f"writer {claim.epoch}", layout.retired_name(claim.epoch)
     mark = Retired(by=by, reason=reason).encode()
@@ -79,6 +81,9 @@ def retract(
     marks, register = catalog.marks(folder), catalog.read(folder)
     if isinstance(register, Manifest):
         if is_held(register, marks) and not even_held:
+            return _NOT_REMOVED
+        if notes_number not in (None, marks.notes_number):
+            store.delete_many(ours)
             return _NOT_REMOVED
         if leases := readers.find_leases(folder):
             return Removal(is_done=False, leases=leases)
@@ -142,10 +147,12 @@ def thin(
     reason: str,
     readers: Readers,
     even_held: bool = False,
+    notes_number: int | None = None,
 ) -> Removal:
     """Delete components of a checkpoint unless it is pinned, tagged or leased by a reader.
 
-    In this order: marks, ownership check, pins, leases, files. `even_held` is as for `retract`.
+    In this order: marks, ownership check, pins, leases, files. `even_held` and `notes_number` are
+    as for `retract`.
     """
     by = f"writer {claim.epoch}"
     thinned = [Thinned(by=by, component=component, reason=reason) for component in components]
@@ -160,9 +167,9 @@ def thin(
     marks, register = catalog.marks(folder), catalog.read(folder)
     if not isinstance(register, Manifest):
         return _NOT_REMOVED
-    if is_held(register, marks) and not even_held:
-        for key in ours:
-            store.delete(key)
+    is_outdated = notes_number not in (None, marks.notes_number)
+    if is_outdated or (is_held(register, marks) and not even_held):
+        store.delete_many(ours)
         return _NOT_REMOVED
     if leases := readers.find_leases(folder):
         return Removal(is_done=False, leases=leases)

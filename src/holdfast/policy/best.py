@@ -126,7 +126,8 @@ class BestSaves:
 
     def __init__(self, rules: Sequence[BestRule]) -> None:
         """Decide for these rules."""
-        self._rules = tuple(rules)
+        # What a rule waits for is measured elsewhere, and causes no save.
+        self._rules = tuple(item for item in rules if not item.rule.wait)
         self._names = {item.rule.metric for item in self._rules}
         self._known: dict[int, Metrics] = {}
         """Metrics of the checkpoints that exist or are being saved, by step."""

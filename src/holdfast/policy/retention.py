@@ -170,7 +170,7 @@ def _unmeasured(rule: Best, saver: str, newest_first: Sequence[Candidate]) -> li
     """
     newest = max((entry.order[0] for entry in newest_first), default=0)
     own = [p for p in positions_of(saver, newest_first) if newest_first[p].order[0] == newest]
-    return [] if any(rule.metric in newest_first[p].metrics for p in own) else own
+    return [] if rule.wait or any(rule.metric in newest_first[p].metrics for p in own) else own
 
 
 def stands_in(base: Candidate, entry: Candidate, *, drop: Collection[str] = ()) -> bool:

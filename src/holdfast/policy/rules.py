@@ -20,7 +20,9 @@ from holdfast.policy.direction import mode_for
 from holdfast.policy.rule import MAIN, BySaver, Candidate, Rule, SaveClass, counting, flat
 
 Removal = Literal["ephemeral_only", "all_non_permanent", "never"]
-_BEST = re.compile(r"(?P<metric>.+?)(?::(?P<mode>min|max))?(?::(?P<n>[0-9]{1,18}))?")
+_BEST = re.compile(
+    r"(?P<metric>.+?)(?::(?P<mode>min|max))?(?::(?P<n>[0-9]{1,18}))?(?::wait=(?P<wait>[0-9]{1,18}))?"
+)
 _SIZES = {
     **dict.fromkeys(("", "B"), 1),
     **{unit: 1000**power for power, unit in enumerate(("kB", "MB", "GB", "TB"), start=1)},
@@ -126,7 +128,9 @@ class Best(Rule):
     """Keep the `n` with the lowest (or highest) value of a metric; of equal ones the older.
 
     A checkpoint without that metric, or with one that is not finite, is never picked. `mode` may
-    be omitted if the name of the metric shows it, as "val/loss" or "eval_accuracy" do.
+    be omitted if the name of the metric shows it, as "val/loss" or "eval_accuracy" do. For a
+    metric that is measured after the save, `wait` is the number of checkpoints without a value
+    that are also kept, the newest ones; older ones are deleted without a value.
     """
 
     spelled: ClassVar[str] = "best"
@@ -134,34 +138,47 @@ class Best(Rule):
     metric: str
     n: int
     mode: Mode
+    wait: int
 
-    @check_arguments(but=("metric", "n", "mode"))
-    def __init__(self, metric: str, n: int = 1, mode: Mode | None = None) -> None:
+    @check_arguments(but=("metric", "n", "mode", "wait"))
+    def __init__(self, metric: str, n: int = 1, mode: Mode | None = None, *, wait: int = 0) -> None:
         if not isinstance(metric, str) or not metric:
             raise UsageError(
                 f"Best: metric={metric!r} must be the name of a metric, as in Best('loss', 2)"
             )
         _check_quota("Best", n)
+        if wait != 0:
+            _check_quota("Best", wait, name="wait")
         way = f"Best({metric!r}, mode='max') or mode='min', as text best:{metric}:max or :min"
         known = mode_for(metric, mode, what="Best", say=f"say {way}")
         object.__setattr__(self, "metric", metric)
         object.__setattr__(self, "n", n)
         object.__setattr__(self, "mode", known)
+        object.__setattr__(self, "wait", wait)
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
-        """Pick the `n` best that count towards quotas."""
+        """Pick the `n` best that count towards quotas, and the newest that wait for a value."""
         sign = 1 if self.mode == "min" else -1
+        waiting = [p for p in counting(newest_first) if self.awaits(newest_first[p])][: self.wait]
+        why = f"waits for {self.metric}, {len(waiting)} of at most {self.wait}"
         scores = [
             (sign * value, newest_first[position].order, position)
             for position in counting(newest_first)
             if (value := newest_first[position].metrics.get(self.metric)) is not None
             and math.isfinite(value)
         ]
-        return {position: str(self) for _, _, position in sorted(scores)[: self.n]}
+        best = {position: str(self) for _, _, position in sorted(scores)[: self.n]}
+        return dict.fromkeys(waiting, why) | best
+
+    def awaits(self, entry: Candidate) -> bool:
+        """Whether a checkpoint has no value yet, and the rule waits for it."""
+        return self.wait > 0 and entry.counts and self.metric not in entry.metrics
 
     def missing(self, counting: Sequence[Candidate]) -> str:
-        """Name the metric if no checkpoint has a finite value of it."""
-        if any(math.isfinite(entry.metrics.get(self.metric, math.nan)) for entry in counting):
+        """Name the metric if no checkpoint has a finite value of it, unless the rule waits."""
+        if self.wait or any(
+            math.isfinite(entry.metrics.get(self.metric, math.nan)) for entry in counting
+        ):
             return ""
         known = sorted({name for entry in counting for name in entry.metrics})
         recorded = f" (recorded: {', '.join(map(repr, known[:10]))})" if known else ""
@@ -169,20 +186,26 @@ class Best(Rule):
         return f"{what} {self.metric!r}{recorded}"
 
     def quota(self) -> int | None:
-        """Return `n`."""
-        return self.n
+        """Return `n`, plus those that wait."""
+        return self.n + self.wait
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """Parse `best:METRIC`, `best:METRIC:max` or `best:METRIC:min:3`."""
+        """Parse `best:METRIC`, `best:METRIC:max`, `best:METRIC:min:3` or `best:METRIC:wait=5`."""
         match = _BEST.fullmatch(text)
         if match is None:
-            raise UsageError(f"best:{text}: expected best:METRIC:min:3, or a part of it")
-        return cls(match["metric"], int(match["n"] or 1), cast(Mode | None, match["mode"]))
+            raise UsageError(f"best:{text}: expected best:METRIC:min:3:wait=5, or a part of it")
+        return cls(
+            match["metric"],
+            int(match["n"] or 1),
+            cast(Mode | None, match["mode"]),
+            wait=int(match["wait"] or 0),
+        )
 
     def __str__(self) -> str:
         many = "" if self.n == 1 else f"{self.n} "
-        return f"best {many}{self.metric} ({self.mode})"
+        waits = f", wait {self.wait}" if self.wait else ""
+        return f"best {many}{self.metric} ({self.mode}{waits})"
 
 
 def best_rules(*rules: Rule) -> tuple[Best, ...]:
@@ -439,9 +462,9 @@ def recorded_time(created: str) -> datetime | None:
         return None
 
 
-def _check_quota(rule: str, n: int) -> None:
+def _check_quota(rule: str, n: int, *, name: str = "n") -> None:
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise UsageError(f"{rule}: n={n!r} must be a whole number, at least 1")
+        raise UsageError(f"{rule}: {name}={n!r} must be a whole number, at least 1")
 
 
 def whole_number(text: str) -> int:
@@ -462,8 +485,8 @@ def number_of_bytes(text: str, *, what: str = "") -> int:
 def parse_rule(text: str) -> Rule:
     """Parse a rule from `text`: parts separated by commas, combined as by `|`.
 
-    A part is `all`, `last:N[:CLASS]`, `best:METRIC[:min|max][:N]`, `every:INTERVAL`, `hourly[:N]`,
-    `daily[:N]`, `within:SPAN`, `budget:SIZE` or `remove:CLASSES`. The suffix
+    A part is `all`, `last:N[:CLASS]`, `best:METRIC[:min|max][:N][:wait=M]`, `every:INTERVAL`,
+    `hourly[:N]`, `daily[:N]`, `within:SPAN`, `budget:SIZE` or `remove:CLASSES`. The suffix
     ` without COMPONENT+COMPONENT` drops components. The prefix `SAVER=` makes it a part of that
     saver's rule; the others are parts of `main`'s.
 

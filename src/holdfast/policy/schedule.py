@@ -366,8 +366,10 @@ def policies_from_texts(every: Mapping[str, Mapping[str, str]]) -> dict[str, Sav
 
 
 def _part_text(rule: Rule) -> str:
-    names = ["metric", "mode", "n"] if isinstance(rule, Best) else _field_names(rule)
-    values = [getattr(rule, name) for name in names]
+    if isinstance(rule, Best):
+        wait = f":wait={rule.wait}" if rule.wait else ""
+        return f"{rule.spelled}:{rule.metric}:{rule.mode}:{rule.n}{wait}"
+    values = [getattr(rule, name) for name in _field_names(rule)]
     return ":".join([rule.spelled, *(str(value) for value in values if value is not None)])
 
 

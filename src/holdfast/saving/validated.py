@@ -39,7 +39,7 @@ class ValidatedSaves:
         self._catalog = catalog
         self._emit = emit
         self._is_alone = is_alone
-        self._watches = bool(rules) and (is_alone or is_leader)
+        self._watches = bool(self._best) and (is_alone or is_leader)
         self._begun: list[PendingSave] = []
         """Saves whose outcome is not known yet."""
         self._standing: Entry | None = None

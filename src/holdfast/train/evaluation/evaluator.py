@@ -246,8 +246,9 @@ class Evaluator:
 
     def _list_watched(self) -> dict[str, Sequence[str]]:
         """List the metrics that retention rules and callbacks watch, by name of the watcher."""
-        rules = best_rules(self._parts.checkpoints)
-        watched = {f"keep: {item.rule}": [item.rule.metric] for item in rules}
+        found = best_rules(self._parts.checkpoints)
+        rules = [item.rule for item in found if not item.rule.wait]
+        watched = {f"keep: {rule}": [rule.metric] for rule in rules}
         return {**watched, **self._parts.callbacks.watched}
 
     def _make_validations(
