@@ -101,6 +101,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "access",
             "deletion",
+            "evaluations",
             "tiered",
         ),
     ),

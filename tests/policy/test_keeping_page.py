@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from holdfast.store.local import LocalStore
 from runs import new_run
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "keeping.md").read_text("utf-8")
-LOOP, _, OWN_RULE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+LOOP, EVALUATION, _, OWN_RULE = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 ROWS = re.findall(r"^\| (`.*?`) \| (`.*?`) \| ", PAGE, re.MULTILINE)
 
 
@@ -29,6 +30,17 @@ def test_the_example_keeps_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
     entries = Catalog(LocalStore(tmp_path / "runs" / "first")).checkpoints()
     thinned = {entry.step: bool(entry.marks.thinned_by) for entry in entries}
     assert thinned == {4000: False, 3500: False, 3000: False, 2000: True, 1000: True}
+
+
+def test_the_program_of_an_evaluation_prints_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run()
+    with run.manager(tmp_path) as manager:
+        manager.save(1, wait=True)
+    monkeypatch.setattr("sys.argv", ["eval.py", str(tmp_path)])
+    exec(EVALUATION, {"model": new_run().model, "evaluate": lambda model: 0.25})
+    assert json.loads(capsys.readouterr().out) == {"eval/mmlu": 0.25}
 
 
 def test_a_rule_of_ones_own_works_with_the_others() -> None:

@@ -100,6 +100,7 @@ SECTIONS = {
         "unpin": ("pin", "Remove the pin of a checkpoint."),
         "tag": ("pin", "Add tags to a checkpoint."),
         "untag": ("pin", "Remove tags from a checkpoint."),
+        "evaluate": ("evaluate", "Run a command on each checkpoint that lacks a metric."),
         "metric": ("pin", "Add metrics to a checkpoint after its save."),
         "forecast": ("prune", "List the deletions at the next saves, with reasons."),
         "prune": ("prune", "Delete the checkpoints that a retention rule does not keep."),

@@ -20,13 +20,11 @@ from holdfast.cli.supervisor import (
     signal_name,
     supervise,
 )
-from holdfast.cli.target import open_root_store, unlocked
+from holdfast.cli.target import open_new_root
 from holdfast.errors import FormatError, SealError, StoreError, UsageError
 from holdfast.policy.clock import Unit, parse
-from holdfast.root.address import expect_writable, split_source
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
-from holdfast.store.memory import MemoryStore
 
 
 class RunSession(Document, frozen=True):
@@ -134,14 +132,14 @@ def run_command(
         )
     limits = RestartLimits(
         max_failures=max_failures,
-        backoff_s=_parse_seconds(backoff, "--backoff"),
-        backoff_max_s=_parse_seconds(backoff_max, "--backoff-max"),
+        backoff_s=parse_seconds(backoff, "--backoff"),
+        backoff_max_s=parse_seconds(backoff_max, "--backoff-max"),
         requeue_code=requeue_code,
-        progress_after_s=_parse_seconds(progress_after or "10min", "--progress-after"),
+        progress_after_s=parse_seconds(progress_after or "10min", "--progress-after"),
     )
-    head = None if root is None else _head_of(_open_new_root(root))
+    head = None if root is None else _head_of(open_new_root(root, what="--root "))
     tell = _report_json if as_json else _report_session
-    with ChildProcess(command, grace_s=_parse_seconds(grace, "--grace")) as child:
+    with ChildProcess(command, grace_s=parse_seconds(grace, "--grace")) as child:
         result = supervise(child, limits, head=head, tell=tell)
     code = Code.GAVE_UP if result.outcome is SupervisionOutcome.GAVE_UP else result.code
     if as_json:
@@ -151,24 +149,10 @@ def run_command(
     return code
 
 
-def _parse_seconds(text: str, option: str) -> float:
+def parse_seconds(text: str, option: str) -> float:
     if text in ("0", "0s"):
         return 0.0
     return float(parse(text, what=option, units={Unit.SECOND}).value)
-
-
-def _open_new_root(root: str) -> Store:
-    """Open the store of a root that may not exist yet: the command may create it."""
-    expect_writable(root)
-    name, which = split_source(root)
-    if which is not None:
-        raise UsageError(f"--root {root!r}: must be a whole root, without @{which}")
-    from holdfast.encryption.store import bare
-
-    store = unlocked(open_root_store(name))
-    if isinstance(bare(store), MemoryStore):
-        raise UsageError(f"--root {root!r}: another process cannot see it; use a folder or a URL")
-    return store
 
 
 def _head_of(store: Store) -> Callable[[], int | None]:

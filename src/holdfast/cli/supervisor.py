@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import IO, Protocol
 
 from holdfast.errors import UsageError
 from holdfast.system import signals_of
@@ -272,25 +272,32 @@ class ChildProcess:
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
 
-    def run_to_end(self) -> ChildEnding:
-        """Start the command and wait for its end; forward signals meanwhile.
+    def run_to_end(
+        self,
+        command: Sequence[str] | None = None,
+        *,
+        stdout: IO[bytes] | None = None,
+        limit_s: float = math.inf,
+    ) -> ChildEnding:
+        """Start the command, or another one, and wait for its end; forward signals meanwhile.
 
-        The first signal starts the grace period, at whose end the whole process group is killed.
-        After a failure no process of the group is left running.
+        The first signal starts the grace period, at whose end the whole process group is killed, as
+        it is after `limit_s` seconds. After a failure no process of the group is left running.
         """
         began_s = time.monotonic()
+        arguments = self._command if command is None else list(command)
         try:
-            process = subprocess.Popen(self._command, start_new_session=True)
+            process = subprocess.Popen(arguments, start_new_session=True, stdout=stdout)
         except OSError as error:
             is_wrong = isinstance(error, FileNotFoundError | PermissionError)
             if is_wrong and not self._has_lived:
-                raise UsageError(f"command {self._command[0]!r}: {error.strerror}") from error
+                raise UsageError(f"command {arguments[0]!r}: {error.strerror}") from error
             return ChildEnding(
                 returncode=None, error=str(error), duration_s=time.monotonic() - began_s
             )
         finally:
             self._has_lived = True
-        group, stop = _ProcessGroup(process.pid), _Grace(self._grace_s)
+        group, stop = _ProcessGroup(process.pid), _Grace(self._grace_s, limit_s)
         code = self._wait_for_leader(process, group, stop)
         died_asked = stop.first is not None and code < 0
         has_succeeded = code == 0
@@ -354,28 +361,28 @@ class ChildProcess:
 
 
 class _Grace:
-    """Grace period: time that the child has to stop by itself after the first signal."""
+    """Time that the child has to stop by itself: the grace period after the first signal."""
 
-    def __init__(self, grace_s: float) -> None:
+    def __init__(self, grace_s: float, limit_s: float) -> None:
         self._grace_s = grace_s
-        self._until = math.inf
+        self._until = time.monotonic() + limit_s
         self.first: int | None = None
 
     def start_grace_period(self, number: int) -> None:
         """Start the grace period at the first signal; no-op at later ones."""
         if self.first is None:
             self.first = number
-            self._until = time.monotonic() + self._grace_s
+            self._until = min(self._until, time.monotonic() + self._grace_s)
 
     @property
     def is_over(self) -> bool:
-        """Whether the grace period has ended."""
+        """Whether that time is over."""
         return time.monotonic() >= self._until
 
     @property
     def left_s(self) -> float | None:
-        """Seconds left of the grace period; None before the first signal."""
-        return None if self.first is None else max(0.0, self._until - time.monotonic())
+        """Seconds left; None if there is no limit."""
+        return None if math.isinf(self._until) else max(0.0, self._until - time.monotonic())
 
 
 class _ProcessGroup:

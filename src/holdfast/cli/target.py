@@ -21,12 +21,13 @@ from holdfast.errors import (
 )
 from holdfast.format import layout
 from holdfast.policy.clock import Unit, parse
-from holdfast.root.address import split_folder, split_source
+from holdfast.root.address import expect_writable, split_folder, split_source
 from holdfast.root.catalog import Catalog, Entry, is_root, standalone
 from holdfast.root.single import alone
 from holdfast.store import is_web, open_store
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
 from holdfast.store.remote.opening import SCHEMES, RemoteOptions
 
 if TYPE_CHECKING:
@@ -52,6 +53,20 @@ def open_root_store(root: str) -> Store:
                 HttpStore(root, options=options).head(layout.LATEST)
         else:
             RemoteStore(root, options=options).head(layout.LATEST)
+    return store
+
+
+def open_new_root(root: str, *, what: str = "") -> Store:
+    """Open the store of a root that may not exist yet; another process may create it."""
+    expect_writable(root)
+    name, which = split_source(root)
+    if which is not None:
+        raise UsageError(f"{what}{root!r}: must be a whole root, without @{which}")
+    from holdfast.encryption.store import bare
+
+    store = unlocked(open_root_store(name))
+    if isinstance(bare(store), MemoryStore):
+        raise UsageError(f"{what}{root!r}: another process cannot see it; use a folder or a URL")
     return store
 
 

@@ -63,12 +63,15 @@ class BeingDeleted(NoCheckpoint):
 
 
 @contextmanager
-def leased(store: Store, folder: str, *, emit: Emitter | None = None) -> Iterator[str]:
+def leased(
+    store: Store, folder: str, *, emit: Emitter | None = None, nonce: str = ""
+) -> Iterator[str]:
     """Keep a checkpoint from being deleted or thinned while the block lasts, by a lease.
 
     Yields why there is no lease, for the user; empty if there is one. Marks of the checkpoint
     that were read before the block may be outdated. If nobody ever claimed the run, nobody
-    deletes, and no lease is needed. A store that can only be read takes none.
+    deletes, and no lease is needed, unless its `nonce` (32 hex) is given, by which others look for
+    it. A store that can only be read takes none.
 
     Raises:
         BeingDeleted: its deletion has begun.
@@ -77,10 +80,11 @@ def leased(store: Store, folder: str, *, emit: Emitter | None = None) -> Iterato
     if store.reads_only:
         yield f"{_NO_LEASE}: {store.url} can only be read"
         return
-    if layout.parse_attempt(folder) is None or not Catalog(store).highest_epoch():
+    is_needed = bool(nonce) or Catalog(store).highest_epoch() > 0
+    if layout.parse_attempt(folder) is None or not is_needed:
         yield ""
         return
-    lease = _HeldLease(store, folder, emit or Emitter())
+    lease = _HeldLease(store, folder, emit or Emitter(), nonce or os.urandom(16).hex())
     try:
         refused = lease.acquire_lease()
         if not refused:
@@ -165,10 +169,10 @@ def expect_kept(store: Store, folder: str, marks: Marks) -> None:
 class _HeldLease:
     """A lease of this process, renewed until it is released."""
 
-    def __init__(self, store: Store, folder: str, emit: Emitter) -> None:
+    def __init__(self, store: Store, folder: str, emit: Emitter, nonce: str) -> None:
         self._store = store
         self._emit = emit
-        self._nonce = os.urandom(16).hex()
+        self._nonce = nonce
         self._key = layout.lease_key(folder, self._nonce)
         self._folder = folder
         self._process = this_process()
