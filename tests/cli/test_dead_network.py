@@ -26,6 +26,7 @@ COMMANDS = {
     "tag": [f"{ROOT}@latest", "x"],
     "untag": [f"{ROOT}@latest", "x"],
     "metric": [f"{ROOT}@latest", "x=1"],
+    "evaluate": [ROOT, "--metric", "x", "--", "true", "{checkpoint}"],
     "save": [ROOT],
     "uploads": [ROOT],
     "advise": [ROOT],
