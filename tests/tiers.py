@@ -16,7 +16,7 @@ from holdfast.store.base import Store
 from holdfast.store.memory import MemoryStore
 from ways import Tiny
 
-LARGE = 3 * 1024 * 1024
+LARGE = 1024 * 1024
 """Elements with which each tensor file has several blocks."""
 
 

@@ -299,10 +299,10 @@ def test_a_damaged_copy_of_what_is_sealed_costs_a_request_for_each_piece(
     tmp_path: Path, where: str, most: int
 ) -> None:
     """And not some for each of its segments; with the tags behind them it may be one more."""
-    inner, tiny, encrypt = MemoryStore(), Tiny(LARGE), Encryption(keys=SecretKey(bytes(32)))
+    inner, tiny, encrypt = MemoryStore(), Tiny(2 * LARGE), Encryption(keys=SecretKey(bytes(32)))
 
     def load(store: Store) -> Tiny:
-        found = Tiny(LARGE)
+        found = Tiny(2 * LARGE)
         with opened(cached(store, tmp_path), found, encrypt=encrypt, takeover=True) as manager:
             manager.resume()
         return found

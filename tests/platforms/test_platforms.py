@@ -32,6 +32,7 @@ def _life(root: Path, *words: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "words",
     [

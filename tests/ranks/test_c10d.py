@@ -179,6 +179,7 @@ store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 """
 
 
+@pytest.mark.full
 def test_a_process_ends_in_peace_while_its_threads_use_the_store() -> None:
     """Python 3.11 aborts it when a thread returns from torch while the interpreter ends."""
     code = (
@@ -418,6 +419,7 @@ def test_what_is_no_message_does_not_fail_a_later_round(
         full_round(leader, follower, f"save {number}")
 
 
+@pytest.mark.full
 def test_a_message_that_lacks_a_piece_is_an_error_of_the_ranks(store: dist.Store) -> None:
     """Not one of torch's classes, which nobody handles."""
     leader, follower = pair(store)
@@ -428,6 +430,7 @@ def test_a_message_that_lacks_a_piece_is_an_error_of_the_ranks(store: dist.Store
         follower.hear("save", timeout_s=PATIENCE_S)
 
 
+@pytest.mark.full
 def test_a_deadline_is_kept_by_a_rank_that_waits_for_its_turn(store: dist.Store) -> None:
     """It names who is silent, though a long message of another thread held it up."""
     leader, _ = pair(store)

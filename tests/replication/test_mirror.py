@@ -23,6 +23,7 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
+from marks import full
 from runs import remove_folder
 from tiers import (
     LARGE,
@@ -38,7 +39,7 @@ from tiers import (
 from ways import Tiny
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(params=["memory", *full("folder")])
 def remote(request: pytest.FixtureRequest, ram_path: Path) -> Store:
     """A remote tier of either kind."""
     return LocalStore(ram_path / "remote") if request.param == "folder" else MemoryStore("remote")
@@ -279,7 +280,7 @@ def test_a_restarted_process_sends_what_its_forerunner_had_not(
         noted.wait_for("upload_failed")
     assert steps_in(remote) == []
     arrived = sum(info.nbytes for info in remote.list("step-"))
-    assert arrived > 30 * 1024 * 1024
+    assert arrived > 10 * LARGE
     again = Noted()
     with opened(Tiered(local, remote), Tiny(LARGE), sinks=(again,)) as manager:
         assert manager.resume() is not None

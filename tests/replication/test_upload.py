@@ -24,6 +24,7 @@ from holdfast.store.base import BlockWriter, Store, WrappedStore
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
+from marks import full
 from tiers import LARGE, opened, saved
 from ways import Tiny
 
@@ -38,7 +39,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> LocalStore:
     return store
 
 
-@pytest.fixture(params=["folder", "memory"])
+@pytest.fixture(params=["memory", *full("folder")])
 def remote(request: pytest.FixtureRequest, ram_path: Path, local: LocalStore) -> Store:
     """A root with the same claim."""
     store: Store = MemoryStore() if request.param == "memory" else LocalStore(ram_path / "remote")
@@ -116,7 +117,7 @@ def test_two_processes_that_send_the_same_at_once_do_no_harm(
     local: LocalStore, remote: Store
 ) -> None:
     """R10: as when one was paused, and another took its place."""
-    paused = Fault(kind="hang", op="write", at=2)
+    paused = Fault(kind="hang", op="write", at=1)
     slow = sender(local, FaultyStore(remote, [paused]))
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(send, slow, local)

@@ -114,6 +114,7 @@ def test_ranks_go_on_when_one_is_killed_while_it_fetches(
     assert proxy.counts["blackhole"] == 1
 
 
+@pytest.mark.full
 @on("moto")
 def test_a_bit_that_the_network_flips_is_not_kept(
     proxy: FaultProxy, rank: Callable[[], Rank], expected: tuple[str, int]

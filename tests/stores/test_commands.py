@@ -46,6 +46,7 @@ def test_every_command_takes_a_url(
     assert holdfast("gc", root).code == 0
 
 
+@pytest.mark.full
 @on("moto")
 def test_what_comes_next_and_what_it_cost_is_told_of_a_bucket(
     holdfast: Command, service: Service, root: str, saved: Any
@@ -73,6 +74,7 @@ def test_a_run_goes_on_from_a_bucket_to_the_bit(service: Service, root: str, sav
     assert again.bits() == saved.bits()
 
 
+@pytest.mark.full
 @on("moto")
 def test_weights_load_from_the_url_of_a_checkpoint(
     holdfast: Command, service: Service, root: str, saved: Any
@@ -94,6 +96,7 @@ def test_what_is_not_there_is_said(holdfast: Command, service: Service, root: st
     assert "Make the bucket first" in missing.err
 
 
+@pytest.mark.full
 @on("moto")
 def test_checkpoints_are_copied_in_and_out_and_deleted(
     holdfast: Command, service: Service, root: str, saved: Any, tmp_path: Path
@@ -123,6 +126,7 @@ def test_checkpoints_are_copied_in_and_out_and_deleted(
         assert holdfast("scrub", place, "--resume", tmp_path / f"{len(place)}").code == 0
 
 
+@pytest.mark.full
 @on("moto")
 def test_a_bucket_is_watched_and_examined(
     holdfast: Command, service: Service, root: str, saved: Any

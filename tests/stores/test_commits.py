@@ -226,6 +226,7 @@ MUTANTS: dict[str, tuple[type[RemoteStore], bool, Rule]] = {
 }
 
 
+@pytest.mark.full
 @on("moto")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_oracle_catches_a_store_that(

@@ -46,6 +46,7 @@ def state_of(num_elements: int) -> dict[str, Any]:
     return {name: {"x": torch.rand(num_elements)} for name in ("model", "optimizer")}
 
 
+@pytest.mark.full
 @on("moto")
 def test_saves_and_resumes_cost_few_requests(
     service: Service, root: str, monkeypatch: pytest.MonkeyPatch

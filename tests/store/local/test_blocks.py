@@ -15,6 +15,7 @@ from holdfast.errors import NotFound, StoreError, StoreFull, UnsupportedStore
 from holdfast.store.local import LocalStore, syscalls
 from holdfast.store.local import blocks as localblocks
 from holdfast.testing.store_contract import noise
+from marks import diagonal
 from ways import takes_direct
 
 MIB = 1024 * 1024
@@ -57,9 +58,10 @@ def write(store, key, data, piece_nbytes, threads=1):
     writer.finish()
 
 
-@pytest.mark.parametrize("direct_io", [None, False])
-@pytest.mark.parametrize("nbytes", SIZES)
-@pytest.mark.parametrize("piece_nbytes", [4096, 65536, 65537, 8 * MIB])
+@pytest.mark.parametrize(
+    ("nbytes", "piece_nbytes", "direct_io"),
+    diagonal(SIZES, [4096, 65536, 65537, 8 * MIB], [None, False]),
+)
 def test_every_size_is_exact(tmp_path, arena, nbytes, piece_nbytes, direct_io):
     if nbytes > 1000 * piece_nbytes:
         piece_nbytes *= 16
@@ -70,8 +72,7 @@ def test_every_size_is_exact(tmp_path, arena, nbytes, piece_nbytes, direct_io):
     assert (tmp_path / "a").stat().st_size == nbytes
 
 
-@pytest.mark.parametrize("offset", [0, 1, 64, 512, 4096])
-@pytest.mark.parametrize("start", [0, 1, 4096, 5000])
+@pytest.mark.parametrize(("offset", "start"), diagonal([0, 1, 64, 512, 4096], [0, 1, 4096, 5000]))
 def test_pieces_of_any_alignment_are_exact(tmp_path, arena, offset, start):
     nbytes = 200_000
     store = LocalStore(tmp_path)

@@ -52,6 +52,7 @@ def root(sshd: Sshd, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"sftp://{getpass.getuser()}@127.0.0.1:{sshd.port}{folder}"
 
 
+@pytest.mark.full
 class TestSftp(StoreContract):
     @pytest.fixture
     def store(self, root: str) -> Store:
