@@ -32,7 +32,7 @@ def test_everything_on_the_page_runs_twice(
         names: dict[str, Any] = {"__name__": "page"}
         exec("\n".join(BLOCKS), names)
         assert [*tmp_path.glob("runs/data/step-00000040*")]
-        assert names["step"] == names["data"].step == 4 * 32
+        assert names["step"] == 4 * 32
         assert names["place"]["batches"] == steps
         assert capsys.readouterr().out.strip() in PAGE
         assert len(next(iter(names["weighted"]))[0]) == 32
