@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -173,3 +174,42 @@ def test_no_rename_is_proposed_that_would_break_another_name() -> None:
     with pytest.raises(MismatchError) as caught:
         image({"model": saved}).prepare({"model": live})
     assert "rename=" not in str(caught.value)
+
+
+def heads(size: int) -> dict[str, Any]:
+    """A model of two layers with heads for `size` classes, and its optimizer."""
+    torch.manual_seed(size)
+    parts = {f"layer{n}": nn.ModuleDict({"body": nn.Linear(2, 2)}) for n in (1, 2)}
+    for part in parts.values():
+        part["head"] = nn.Linear(2, size)
+    model = nn.ModuleDict({**parts, "mean": nn.Linear(2, 2)})
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def test_parameters_of_other_shapes_come_with_the_skip_that_leaves_them_out() -> None:
+    saved, live = heads(3), heads(5)
+    before = image(saved)
+    with pytest.raises(MismatchError) as caught:
+        before.prepare(live)
+    skip = eval(re.search(r"skip=(\[.+?\])", str(caught.value))[1])  # type: ignore[index]
+    assert skip == ["model.**.head", "optimizer.**.head"]
+    kept = live["optimizer"].state[live["model"]["layer1"]["head"].weight]["exp_avg"].clone()
+    before.load(live, skip=skip)
+    for name, parameter in live["model"].named_parameters():
+        same = saved["model"].get_parameter(name)
+        assert ("head" in name) is (parameter.shape != same.shape)
+        if "head" not in name:
+            assert torch.equal(parameter, same)
+            of_each = (live["optimizer"].state[parameter], saved["optimizer"].state[same])
+            assert torch.equal(*(held["exp_avg"] for held in of_each))
+    head = live["model"]["layer1"]["head"].weight
+    assert torch.equal(live["optimizer"].state[head]["exp_avg"], kept)
+
+
+def test_no_skip_is_proposed_if_nothing_fits() -> None:
+    with pytest.raises(MismatchError) as caught:
+        image({"model": nn.Linear(2, 3)}).prepare({"model": nn.Linear(4, 5)})
+    assert "skip=[…]" in str(caught.value)

@@ -406,7 +406,7 @@ class ModulePlan(LoadPlan):
         }
         wanted = {new: stored.value[old] for old, new in renamed.items() if new not in left}
         loaded = [name for name in live.entries if name not in left]
-        problems.names.append((wanted, loaded))
+        problems.names[component] = (wanted, loaded)
         missing = [name for name in loaded if name not in wanted]
         unexpected = [name for name in wanted if name not in live.entries]
         if any(_is_within(name, live.converting) for name in (*missing, *unexpected)):

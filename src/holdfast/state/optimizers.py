@@ -373,7 +373,7 @@ class OptimizerPlan(LoadPlan):
         old_names = {new: old for old, new in self._new_names.items()}
         is_prefixed = len(self._stored.modules) > 1
         if not is_prefixed and not self._wishes.selection.is_partial(component):
-            problems.names.append((old_names, self._live.parameters))
+            problems.names[component] = (old_names, self._live.parameters)
         for new, old in old_names.items():
             if new not in self._live.parameters and not self._omits_parameter(new, old):
                 problems.unexpected.append(f"{component}.{new}")

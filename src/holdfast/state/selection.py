@@ -230,7 +230,7 @@ class Problems:
     lost: list[str] = field(default_factory=list)
     """Notes on live values that the load removes, which are logged as warnings."""
 
-    names: list[Sides] = field(default_factory=list)
+    names: dict[str, Sides] = field(default_factory=dict)
     """Stored and live names of modules and optimizers, to which a `rename` applies."""
 
     def check_spec(
@@ -276,18 +276,49 @@ class Problems:
         hints = ["and also:\n" + listing(self.other)] if self.other else []
         found = None
         if self.missing:
-            found = proposal(self.names, is_divided=bool(self.untaken))
-        is_grown = any({*live} != {*stored} and {*live} & {*stored} for stored, live in self.names)
+            found = proposal([*self.names.values()], is_divided=bool(self.untaken))
+        sides = self.names.values()
+        is_grown = any({*live} != {*stored} and {*live} & {*stored} for stored, live in sides)
         if found is None and is_grown and (self.missing or self.unexpected):
             found = (
                 "if the model has gained or lost parameters, pass strict=False (docs/loading.md)"
             )
         if self.wrong_shape and self.names:
+            skip = self._entries_to_skip()
             hints.append(
                 "parameters of other shapes cannot be loaded: make the model as it was saved, or "
-                "start a new run from load_weights(…, skip=[…])"
+                "start a run in another root from what fits, by load or load_weights with "
+                f"skip={skip or '[…]'} (docs/loading.md)"
             )
         return "\n".join([found, *hints] if found else hints)
+
+    def _entries_to_skip(self) -> list[str]:
+        """Return entries for `skip` with which all the rest fits; none if there are no such."""
+        shapes = [entry.partition(": stored")[0] for entry in self.wrong_shape]
+        paths = dict.fromkeys([*shapes, *self.missing, *self.unexpected])
+        known = {
+            join_path(component, name)
+            for component, sides in self.names.items()
+            for name in (*sides[0], *sides[1])
+        }
+        fitting = known.difference(paths)
+        if self.other or self.wrong_dtype or not fitting or any("*" in path for path in paths):
+            return []
+        kept = {prefix for path in fitting for prefix in _prefixes(path)}
+        entries = dict.fromkeys(
+            next((prefix for prefix in [*_prefixes(path)][1:] if prefix not in kept), path)
+            for path in paths
+        )
+        by_end = {f"{entry.split('.')[0]}.**.{entry.rpartition('.')[2]}": None for entry in entries}
+        if len(by_end) < len(entries) and not any(map(Entries(by_end, "skip").cover, fitting)):
+            return [*by_end]
+        return [*entries]
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield a path's component, and what is above the leaf, down to the leaf itself."""
+    parts = path.split(".")
+    return (".".join(parts[: number + 1]) for number in range(len(parts)))
 
 
 class Rename:
