@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,58 +26,23 @@ def run_demo(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.full
 @pytest.mark.timeout(450)
-def test_three_kills_and_a_flipped_bit_leave_no_trace_in_the_result(tmp_path: Path) -> None:
-    """R1, R15, R19, D14, D31, invariants 3, 4 and 7: killed thrice, one time inside a save."""
-    done = run_demo(tmp_path / "out", "--seed", "11")
+def test_three_kills_leave_no_trace_in_the_result(tmp_path: Path) -> None:
+    """R1, invariants 4 and 7: killed thrice, one time inside a save."""
+    out = tmp_path / "out"
+    done = run_demo(out)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "The same run, bit for bit.\n" in done.stdout
-    assert "Losses that differ, of 300 steps: 0\n" in done.stdout
-    kills = re.findall(r"resumed at step (\d+), SIGKILL at (\d+)(, saving)?", done.stdout)
-    assert len(kills) >= 3
-    assert any(saving for *_, saving in kills)
-    assert all(int(start) <= int(reached) for start, reached, _ in kills)
-    (damaged,) = re.findall(r"Flipped: bit \d of byte \d+ of (\S+)/(\S+)\.\n", done.stdout)
-    (rejected,) = re.findall(r"Rejected: (.*)\n", done.stdout)
-    assert rejected.startswith(f"{damaged[0]}: ")
-    assert damaged[1] in rejected
-    assert (tmp_path / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert "equal, bit for bit, after 3 kills" in done.stdout
+    assert done.stderr.count(": SIGKILL to all processes after step ") == 3
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
     for name in ("undisturbed", "killed"):
-        with holdfast.reading(f"{tmp_path}/out/{name}@final") as checkpoint:
+        with holdfast.reading(f"{out}/{name}@final") as checkpoint:
             assert checkpoint.step == FAST.num_steps
 
 
 def test_it_takes_only_a_new_folder(tmp_path: Path) -> None:
     done = run_demo(tmp_path)
-    assert (done.returncode, "delete it, or name another folder" in done.stderr) == (2, True)
+    assert (done.returncode, "name a new folder" in done.stderr) == (2, True)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.full
-@pytest.mark.timeout(450)
-def test_another_run_differs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from examples.demo import demo
-
-    def train_otherwise(root: Path, arguments: list[str], usual: Any) -> list[Any]:
-        process = demo.Process()
-        demo.run_process(root, ["12", "--fast"], process, None)
-        return [process]
-
-    monkeypatch.setattr(demo, "train_with_kills", train_otherwise)
-    given = ["demo.py", "--out", str(tmp_path / "out"), "--fast", "--seed", "11"]
-    monkeypatch.setattr(sys, "argv", given)
-    assert demo.main() == 1
-    assert "THE RUNS DIFFER." in capsys.readouterr().out
-
-
-def test_a_training_that_fails_is_reported_with_its_log(tmp_path: Path) -> None:
-    from examples.demo import demo
-
-    (tmp_path / "root").write_text("a file where the root should be")
-    with pytest.raises(SystemExit, match="status 1: see "):
-        demo.run_process(tmp_path / "root", ["1", "--fast"], demo.Process(), None)
-    assert "Traceback" in (tmp_path / "root.log").read_text("utf-8")
 
 
 def test_a_byte_is_predicted_from_those_before_it_only() -> None:

@@ -1,6 +1,6 @@
 """The training that `demo.py` kills: a small GPT over bytes, in a loop with a CheckpointManager.
 
-    python examples/demo/gpt.py ROOT SEED NUM_WORKERS [--fast]
+    python examples/demo/gpt.py ROOT SEED [--fast]
 
 Reports each step and save to standard output, one JSON object a line, each in one write, so that a
 kill never splits a line.
@@ -87,7 +87,7 @@ class Windows(Dataset[Tensor]):
         return self._text[start : start + self._length + 1].long()
 
 
-def train(root: str, plan: Plan, seed: int, num_workers: int) -> None:
+def train(root: str, plan: Plan, seed: int) -> None:
     """Resume, or start a new run, and train to the last step."""
     torch.set_num_threads(1)  # float sums depend on the number
     random.seed(seed)
@@ -96,15 +96,14 @@ def train(root: str, plan: Plan, seed: int, num_workers: int) -> None:
     model = GPT(plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.num_steps)
-    options = {"batch_size": plan.batch_size, "seed": seed, "num_workers": num_workers}
-    data = holdfast.data.Loader(Windows(plan.context), **options)
+    data = holdfast.data.Loader(Windows(plan.context), plan.batch_size, seed=seed, num_workers=1)
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "data": data}
     with holdfast.CheckpointManager(
         root, state, every=f"{plan.save_every}step", keep="last:3", sinks=(report_event,)
     ) as checkpoints:
         found = checkpoints.resume()
         step = found.step if found else 0
-        report("resumed", step=step, rejected=found.rejected if found else [])
+        report("resumed", step=step)
         for batch in data.until(step=plan.num_steps, start=step):
             loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()
@@ -113,16 +112,14 @@ def train(root: str, plan: Plan, seed: int, num_workers: int) -> None:
             optimizer.zero_grad()
             step += 1
             report("step", step=step, loss=loss.item())
-            before = time.perf_counter()
-            if checkpoints.maybe_save(step, metrics={"loss": loss}) is not None:
-                report("stalled", stall_s=time.perf_counter() - before)
+            checkpoints.maybe_save(step, metrics={"loss": loss})
         checkpoints.save(step, tags=["final"], wait=True)
 
 
 def report_event(event: Event) -> None:
-    """Report the start and the commit of a save."""
-    if event.kind in ("save_started", "committed"):
-        report(event.kind, step=event.step, nbytes=event.fields.get("nbytes"))
+    """Report the commit of a save."""
+    if event.kind == "committed":
+        report(event.kind, step=event.step)
 
 
 def report(kind: str, **fields: Any) -> None:
@@ -132,5 +129,5 @@ def report(kind: str, **fields: Any) -> None:
 
 
 if __name__ == "__main__":
-    root, seed, num_workers, *fast = sys.argv[1:]
-    train(root, FAST if fast else Plan(), int(seed), int(num_workers))
+    root, seed, *fast = sys.argv[1:]
+    train(root, FAST if fast else Plan(), int(seed))

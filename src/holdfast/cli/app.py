@@ -91,6 +91,7 @@ SECTIONS = {
         "stats": ("stats", "Compute statistics of each tensor, such as norm and mean."),
     },
     "Prove and check": {
+        "prove": ("prove", "Run a training undisturbed and with kills, and compare both."),
         "verify": ("verify", "Read every byte and compare it with its digest."),
         "scrub": ("verify", "Verify a whole root at a limited rate, in parts."),
         "doctor": ("doctor", "Check this machine, and whether a run could save into a root."),

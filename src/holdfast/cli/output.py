@@ -37,7 +37,12 @@ class Code(IntEnum):
     NOTHING = 3
     """No checkpoint, or not a root."""
     GAVE_UP = 4
-    """`run`: too many restarts of the training without progress. `save`: no answer in time."""
+    """`run`: too many restarts of the training without progress. `save`: no answer in time.
+    `prove`: nothing is proved."""
+    DIFFERS_ANYWAY = 5
+    """`prove`: two undisturbed runs differ already."""
+    COMMAND_FAILED = 6
+    """`prove`: the training itself failed."""
     INTERRUPTED = 130
     BROKEN_PIPE = 141
 

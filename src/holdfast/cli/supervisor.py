@@ -15,7 +15,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import IO, Protocol
@@ -234,14 +234,32 @@ _POLL_S = 0.05
 """Pause between checks of processes that are not our children, for which no wait exists."""
 
 
+class Watcher(Protocol):
+    """Interface of an observer that is called again and again while a child runs."""
+
+    poll_s: float
+    """Seconds between two calls."""
+
+    def look_around(self, leader: int) -> None:
+        """Do the work of one call; `leader` is the child's process number and its group's."""
+
+
 class ChildProcess:
     """Runs a command as a child and forwards signals to it; a context manager, main thread only.
 
     Owns this process's signal handlers. Each run is a session of its own: a terminal's Ctrl-C
-    reaches it once, through us, and its helpers can be found. Standard streams are inherited.
+    reaches it once, through us, and its helpers can be found. Standard streams are inherited, or
+    both outputs go to the file descriptor `output`.
     """
 
-    def __init__(self, command: Sequence[str], *, grace_s: float) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        grace_s: float,
+        environment: Mapping[str, str] | None = None,
+        output: int | None = None,
+    ) -> None:
         if not command:
             raise UsageError("command: must not be empty")
         if not hasattr(os, "killpg"):
@@ -250,6 +268,8 @@ class ChildProcess:
             raise UsageError(f"grace_s={grace_s}: must be a number of seconds, not below 0")
         self._command = list(command)
         self._grace_s = grace_s
+        self._environment = environment
+        self._output = output
         self._has_lived = False
         self._undo = contextlib.ExitStack()
         self._reader = -1
@@ -278,6 +298,7 @@ class ChildProcess:
         *,
         stdout: IO[bytes] | None = None,
         limit_s: float = math.inf,
+        watcher: Watcher | None = None,
     ) -> ChildEnding:
         """Start the command, or another one, and wait for its end; forward signals meanwhile.
 
@@ -287,7 +308,13 @@ class ChildProcess:
         began_s = time.monotonic()
         arguments = self._command if command is None else list(command)
         try:
-            process = subprocess.Popen(arguments, start_new_session=True, stdout=stdout)
+            process = subprocess.Popen(
+                arguments,
+                start_new_session=True,
+                env=self._environment,
+                stdout=self._output if stdout is None else stdout,
+                stderr=self._output,
+            )
         except OSError as error:
             is_wrong = isinstance(error, FileNotFoundError | PermissionError)
             if is_wrong and not self._has_lived:
@@ -298,7 +325,7 @@ class ChildProcess:
         finally:
             self._has_lived = True
         group, stop = _ProcessGroup(process.pid), _Grace(self._grace_s, limit_s)
-        code = self._wait_for_leader(process, group, stop)
+        code = self._wait_for_leader(process, group, stop, watcher)
         died_asked = stop.first is not None and code < 0
         has_succeeded = code == 0
         if not has_succeeded and not died_asked:
@@ -322,13 +349,20 @@ class ChildProcess:
                 return None
 
     def _wait_for_leader(
-        self, process: subprocess.Popen[bytes], group: _ProcessGroup, stop: _Grace
+        self,
+        process: subprocess.Popen[bytes],
+        group: _ProcessGroup,
+        stop: _Grace,
+        watcher: Watcher | None,
     ) -> int:
         """Return the exit status, or less the number of the signal that ended the child."""
         while (code := _exit_code(process)) is None:
             if stop.is_over:
                 group.send_signal(signal.SIGKILL)
                 self._signals(_POLL_S)
+            elif watcher is not None:
+                watcher.look_around(process.pid)
+                self._forward_signals(group, stop, watcher.poll_s)
             else:
                 self._forward_signals(group, stop, stop.left_s)
         return code
