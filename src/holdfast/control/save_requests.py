@@ -17,13 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
-from holdfast.errors import (
-    AccessDenied,
-    FormatError,
-    NotFound,
-    StoreError,
-    UsageError,
-)
+from holdfast.errors import AccessDenied, FormatError, NotFound, StoreError, UsageError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import AnswerRecord, Process, RequestRecord

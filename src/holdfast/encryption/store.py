@@ -49,12 +49,7 @@ from holdfast.format.envelope import (
     is_mark,
     new_file_seal,
 )
-from holdfast.format.manifest import (
-    MAX_MANIFEST_NBYTES,
-    FileEntry,
-    Manifest,
-    decode_register,
-)
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES, FileEntry, Manifest, decode_register
 from holdfast.format.records import Notes
 from holdfast.format.suites import FileCipher, Suite, fresh_secret, seal_whole, stored_nbytes
 from holdfast.keys import Encryption, try_key, wrapped

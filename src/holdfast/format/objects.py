@@ -120,11 +120,7 @@ def document(
 
 
 def decode_tree(
-    data: Buffer,
-    *,
-    lift: Lift | None = None,
-    lift_tensors: LiftTensors | None = None,
-    what: str,
+    data: Buffer, *, lift: Lift | None = None, lift_tensors: LiftTensors | None = None, what: str
 ) -> Any:
     """Decode the tree in `data`. `lift(node)` converts a node to an object; without it nodes stay.
 

@@ -55,24 +55,14 @@ _NO_STRUCTURE = bytes(set(range(256)) - set(_STRUCTURE))
 _LEVELS = bytes({"[": 1, "{": 1, "]": 255, "}": 255}.get(chr(code), 0) for code in range(256))
 
 
-def loads(
-    data: Buffer,
-    *,
-    what: str,
-    max_nbytes: int,
-    max_values: int = MAX_VALUES,
-) -> Any:
+def loads(data: Buffer, *, what: str, max_nbytes: int, max_values: int = MAX_VALUES) -> Any:
     """Parse a strict JSON text, named `what`; checks size, values and depth before building it."""
     check_limits(data, what=what, max_nbytes=max_nbytes, max_values=max_values)
     return _decode_strictly(bytes(data), what=what)
 
 
 def loads_as(
-    data: Buffer,
-    type_: type[T],
-    *,
-    max_nbytes: int,
-    max_values: int = MAX_VALUES,
+    data: Buffer, type_: type[T], *, max_nbytes: int, max_values: int = MAX_VALUES
 ) -> T | None:
     """Decode a record fast if it is written canonically; None: use `loads` and `convert`.
 
@@ -93,13 +83,7 @@ def loads_as(
         return None
 
 
-def check_limits(
-    data: Buffer,
-    *,
-    what: str,
-    max_nbytes: int,
-    max_values: int = MAX_VALUES,
-) -> None:
+def check_limits(data: Buffer, *, what: str, max_nbytes: int, max_values: int = MAX_VALUES) -> None:
     """Raise `LimitExceeded` if a text is too large, too deep or has too many values for `loads`."""
     nbytes = memoryview(data).nbytes
     if nbytes > max_nbytes:

@@ -119,13 +119,7 @@ class LocalFile(ReadableFile):
 
     def _fill_from_file(self, memory: memoryview, start: int, *, direct: bool) -> None:
         fill_from_file(
-            self._file,
-            memory,
-            start,
-            what=self.name,
-            seen=ignore,
-            direct=direct,
-            afresh=False,
+            self._file, memory, start, what=self.name, seen=ignore, direct=direct, afresh=False
         )
 
 

@@ -228,9 +228,7 @@ _PATTERNS: tuple[tuple[str, re.Pattern[str]], ...] = tuple(
         ("scaler", r"scaler\.pt"),
     )
 )
-_WHY = {
-    "training_args.bin": "a pickle of the Trainer's arguments, which only its code can read",
-}
+_WHY = {"training_args.bin": "a pickle of the Trainer's arguments, which only its code can read"}
 _ABOUT = ("model.safetensors.index.json", "pytorch_model.bin.index.json", STATE_FILE)
 _FORMATS = (
     ("hf-trainer", (STATE_FILE,)),

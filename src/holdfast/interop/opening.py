@@ -26,11 +26,7 @@ from holdfast.store import is_web
 
 
 def open_source(
-    text: str,
-    *,
-    encrypt: Encryption | None = None,
-    key: bytes | None = None,
-    trust: bool = False,
+    text: str, *, encrypt: Encryption | None = None, key: bytes | None = None, trust: bool = False
 ) -> Source:
     """Open a checkpoint or a file of weights of any known format.
 

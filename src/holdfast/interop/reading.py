@@ -118,11 +118,7 @@ def read_whole(source: Source, component: str, key: str, start: int, memory: mem
         reads = [
             workers.submit(
                 partial(
-                    source.read_into,
-                    component,
-                    key,
-                    start + at,
-                    memory[at : at + PIECE_NBYTES],
+                    source.read_into, component, key, start + at, memory[at : at + PIECE_NBYTES]
                 )
             )
             for at in range(0, memory.nbytes, PIECE_NBYTES)

@@ -161,11 +161,7 @@ class UnreadTensors(_Columns[UnreadTensor]):
         specs = [self._specs[number] for number in numbers.tolist()]
         return [
             UnreadTensor(
-                source=self._source,
-                spec=spec,
-                file=places.files[file],
-                start=start,
-                nbytes=nbytes,
+                source=self._source, spec=spec, file=places.files[file], start=start, nbytes=nbytes
             )
             for spec, file, start, nbytes in zip(specs, *columns, strict=True)
         ]

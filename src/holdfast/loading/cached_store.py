@@ -20,14 +20,7 @@ from typing_extensions import override
 from holdfast.errors import FormatError, UsageError
 from holdfast.format import layout
 from holdfast.store import open_store
-from holdfast.store.base import (
-    BlockWriter,
-    Buffer,
-    ObjectInfo,
-    Store,
-    WrappedStore,
-    ignore,
-)
+from holdfast.store.base import BlockWriter, Buffer, ObjectInfo, Store, WrappedStore, ignore
 from holdfast.store.local.pieces import PIECE_NBYTES, LocalPieces, Piece
 
 _MAX_LENGTHS = 10_000

@@ -58,11 +58,7 @@ def open_checkpoint(
             tables[name] = tables[name].part(keys)
     index = msgspec.structs.replace(index, components=tables)
     return Opened(
-        folder=folder,
-        manifest=manifest,
-        index=index,
-        components=stored,
-        by_rank=frozenset(by_rank),
+        folder=folder, manifest=manifest, index=index, components=stored, by_rank=frozenset(by_rank)
     )
 
 

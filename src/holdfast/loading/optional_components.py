@@ -53,10 +53,7 @@ class MissingComponentPolicy:
                 )
 
     def one_sided(
-        self,
-        state: Mapping[str, Any],
-        manifest: Manifest,
-        is_asked: Callable[[str], bool],
+        self, state: Mapping[str, Any], manifest: Manifest, is_asked: Callable[[str], bool]
     ) -> SkippedComponents:
         """Find the allowed components that only the state or only a checkpoint has."""
         stored = manifest.components

@@ -338,12 +338,7 @@ class FirstSaveChecks:
         self._has_compared_clocks = False
 
     def check_first_save(
-        self,
-        size: SaveSize,
-        standing: Entry | None,
-        *,
-        is_rollback: bool,
-        ask: Ask = nobody,
+        self, size: SaveSize, standing: Entry | None, *, is_rollback: bool, ask: Ask = nobody
     ) -> None:
         """Check that a save of `size` can be made, and claim the run if it is not claimed yet.
 

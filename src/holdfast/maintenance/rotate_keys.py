@@ -111,12 +111,7 @@ def rotate(
 
 
 def _rotate_one(
-    store: Store,
-    found: Sealed,
-    opening: Sequence[Key],
-    sealing: Sequence[Key],
-    *,
-    keeps_old: bool,
+    store: Store, found: Sealed, opening: Sequence[Key], sealing: Sequence[Key], *, keeps_old: bool
 ) -> bool:
     suite = suite_named(found.visible.suite, what=found.folder)
     newest = max(found.boxes)

@@ -395,10 +395,7 @@ class _Inspection:
                 start=start,
                 stop=stop,
                 expected=digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES],
-                plain=(
-                    number * block_nbytes,
-                    min((number + 1) * block_nbytes, listed.nbytes),
-                ),
+                plain=(number * block_nbytes, min((number + 1) * block_nbytes, listed.nbytes)),
                 made_by=self._made_by.get(file),
             )
             for number, (start, stop) in enumerate(whole)

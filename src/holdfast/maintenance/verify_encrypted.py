@@ -83,11 +83,7 @@ def _scrubbed(
 
 
 def _check_files(
-    reader: FolderReader,
-    files: Mapping[str, FileEntry],
-    tally: CheckedBytes,
-    *,
-    may_be_gone: bool,
+    reader: FolderReader, files: Mapping[str, FileEntry], tally: CheckedBytes, *, may_be_gone: bool
 ) -> Iterator[Problem]:
     """Compare each file with its length and digest in the manifest; yield the problems."""
     whole: dict[str, FileEntry] = {}

@@ -571,10 +571,7 @@ class C10d(Coordinator):
             self._turn.release()
 
     def _await(
-        self,
-        is_so: Callable[[], bool],
-        end: float,
-        look: Callable[[float], None] | None = None,
+        self, is_so: Callable[[], bool], end: float, look: Callable[[float], None] | None = None
     ) -> None:
         """Look more and more rarely until it is so or time is over; others may use the store."""
         begin = time.monotonic()

@@ -15,9 +15,7 @@ from holdfast.ranks.coordinator import Collected, Coordinator, Processes, RankFa
 
 
 def coordinator_of(
-    ranks: Coordinator | Literal["group"] | None,
-    emit: Emitter,
-    processes: Processes | None = None,
+    ranks: Coordinator | Literal["group"] | None, emit: Emitter, processes: Processes | None = None
 ) -> Coordinator:
     """Return a coordinator: that of torch's default process group for "group", if there is one.
 

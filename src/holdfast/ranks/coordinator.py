@@ -83,9 +83,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def start_exchange(
-        self,
-        sends: Sequence[tuple[int, memoryview]],
-        receives: Sequence[tuple[int, memoryview]],
+        self, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]]
     ) -> RankTransfer:
         """Begin to send buffers, and to fill others, each to or from a rank.
 

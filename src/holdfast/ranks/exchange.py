@@ -42,9 +42,7 @@ class GroupExchange(Exchange):
 
     @override
     def start_exchange(
-        self,
-        sends: Sequence[tuple[int, memoryview]],
-        receives: Sequence[tuple[int, memoryview]],
+        self, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]]
     ) -> RankTransfer:
         ops: list[_Operation] = []
         for peer, buffer in sends:

@@ -126,12 +126,7 @@ class Mirror(UploadQueries):
         )
         self._changed = self._queue.changed
         deleter = Deleter(
-            self._local,
-            rules.local,
-            emit,
-            replaces=replaces,
-            is_sent_to=False,
-            waiting=self._queue,
+            self._local, rules.local, emit, replaces=replaces, is_sent_to=False, waiting=self._queue
         )
         self.chores = Housekeeper(owner, deleter)
         """Housekeeping of the local tier."""

@@ -11,12 +11,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.maintenance.rotate_keys import put_box
 from holdfast.maintenance.verify import verify
 from holdfast.replication.upload import Sender
-from holdfast.root.byte_ranges import (
-    Listing,
-    decode_listing,
-    get_stored_length,
-    read_listing,
-)
+from holdfast.root.byte_ranges import Listing, decode_listing, get_stored_length, read_listing
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import check_ownership
 from holdfast.root.documents import is_of_others
@@ -43,11 +38,7 @@ def mend(
         raise NoCheckpoint(f"{bare_remote.url}/{folder}: not committed")
     _expect_same(listing, folder, where=bare_remote.url)
     sender = Sender(
-        remote,
-        local,
-        num_threads=_NUM_THREADS,
-        timeout_s=_BLOCK_TIMEOUT_S,
-        background=background,
+        remote, local, num_threads=_NUM_THREADS, timeout_s=_BLOCK_TIMEOUT_S, background=background
     )
     pieces_of_file = sender.list_pieces(folder, listing)
     mended = _mend_keys(local, remote, folder, listing, epoch)

@@ -39,13 +39,7 @@ from holdfast.errors import (
 from holdfast.format import layout
 from holdfast.format.blocks import block_digest, digest_blocks, file_digest, list_blocks
 from holdfast.format.envelope import Visible
-from holdfast.format.manifest import (
-    MAX_MANIFEST_NBYTES,
-    Aborted,
-    Deleted,
-    FileEntry,
-    Manifest,
-)
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Aborted, Deleted, FileEntry, Manifest
 from holdfast.root.byte_ranges import (
     FilePiece,
     Listing,

@@ -438,10 +438,7 @@ class LeadingSave(_RanksSave):
 
     @override
     def matches_checkpoint(
-        self,
-        staged: Staged,
-        roots: Mapping[str, str],
-        recorded: Mapping[str, str],
+        self, staged: Staged, roots: Mapping[str, str], recorded: Mapping[str, str]
     ) -> bool:
         own = self._comparison(staged, roots, recorded)
         self._post("comparison", own)
@@ -685,12 +682,7 @@ class LeadingSave(_RanksSave):
         assignment = self._plan.assignment
         self._announce_part(
             self._plan_part,
-            _PlanNote(
-                plan_id,
-                claim,
-                assignment if is_new else None,
-                self.compares,
-            ),
+            _PlanNote(plan_id, claim, assignment if is_new else None, self.compares),
         )
         self._know(plan_id, assignment)
         self._said = "folder"
@@ -733,10 +725,7 @@ class FollowingSave(_RanksSave):
 
     @override
     def matches_checkpoint(
-        self,
-        staged: Staged,
-        roots: Mapping[str, str],
-        recorded: Mapping[str, str],
+        self, staged: Staged, roots: Mapping[str, str], recorded: Mapping[str, str]
     ) -> bool:
         self._post("comparison", self._comparison(staged, roots, recorded))
         self._said = "files"

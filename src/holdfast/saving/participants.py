@@ -122,10 +122,7 @@ class SaveParticipant:
         """In the save thread: begin to compare the save with the checkpoint of its step."""
 
     def matches_checkpoint(
-        self,
-        staged: Staged,
-        roots: Mapping[str, str],
-        recorded: Mapping[str, str],
+        self, staged: Staged, roots: Mapping[str, str], recorded: Mapping[str, str]
     ) -> bool:
         """Whether the save would write what that checkpoint has.
 

@@ -131,12 +131,7 @@ def _most(values: Iterable[int | None]) -> int | None:
 
 
 def _lacking(
-    where: str,
-    room: _Room,
-    one: Sequence[int],
-    kept: int,
-    held: Sequence[int],
-    saves: str,
+    where: str, room: _Room, one: Sequence[int], kept: int, held: Sequence[int], saves: str
 ) -> Iterator[str]:
     """Compare the bytes and files of saves with a room; `one` and `held` are (bytes, files)."""
     for unit, of_one, of_held, left in zip(

@@ -306,11 +306,7 @@ class AttemptFiles:
         self.names[plain], self._sizes[plain] = name, content.nbytes
         if encoding is not None:
             self._codecs[name] = encoding.compression.codec
-        return FileToWrite(
-            key=f"{self.attempt.folder}/{name}",
-            content=content,
-            encoding=encoding,
-        )
+        return FileToWrite(key=f"{self.attempt.folder}/{name}", content=content, encoding=encoding)
 
     def _link_unchanged(self, known: KnownFile) -> bool:
         name, nbytes = known.file.name, known.file.nbytes
@@ -353,12 +349,7 @@ class AttemptFiles:
             self._record_own_file(plain, name, entry, file.digests, file.stored)
 
     def _record_own_file(
-        self,
-        plain: str,
-        name: str,
-        entry: FileEntry,
-        digests: bytes,
-        stored: StoredBlocks | None,
+        self, plain: str, name: str, entry: FileEntry, digests: bytes, stored: StoredBlocks | None
     ) -> None:
         how = (
             None

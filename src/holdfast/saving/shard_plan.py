@@ -496,13 +496,7 @@ class Plan:
         return by_component
 
     def _table_of(
-        self,
-        name: str,
-        leaves: Sequence[Leaf],
-        tensor: Ints,
-        row: Ints,
-        places: Places,
-        low: int,
+        self, name: str, leaves: Sequence[Leaf], tensor: Ints, row: Ints, places: Places, low: int
     ) -> TensorTable:
         specs = {key: TensorSpec(key, dtype, shape) for _, key, dtype, shape in leaves}
         number = self._components.index(name)

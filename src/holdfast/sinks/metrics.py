@@ -221,11 +221,7 @@ class OpenTelemetry(Reporter):
 
     @check_arguments()
     def __init__(
-        self,
-        run: str = "",
-        *,
-        meter_provider: Any = None,
-        timeout_s: float = 10.0,
+        self, run: str = "", *, meter_provider: Any = None, timeout_s: float = 10.0
     ) -> None:
         """Make the instruments, with `run` as the value of their attribute `run`.
 

@@ -122,11 +122,7 @@ class Overlap:
         return eligible
 
     def prepare_copy(
-        self,
-        guarded: Guarded,
-        staged: Staged,
-        step: int,
-        on_success: Callable[[], None],
+        self, guarded: Guarded, staged: Staged, step: int, on_success: Callable[[], None]
     ) -> Overlapped | None:
         """Prepare the copy of the guarded tensors, which delays steps; None if there are none."""
         transfer = staged.transfer

@@ -530,10 +530,7 @@ class ModulePlan(LoadPlan):
                 raise self._make_refusal(str(error)) from error
         if self._is_strict and (missing or unexpected):
             raise self._make_refusal("")
-        for names, why in (
-            (missing, "not in the checkpoint, unchanged"),
-            (unexpected, NOT_LOADED),
-        ):
+        for names, why in ((missing, "not in the checkpoint, unchanged"), (unexpected, NOT_LOADED)):
             for name in names:
                 claims.add_note(f"{self._component}.{name}: {why}")
 

@@ -94,9 +94,7 @@ class _ThreadExchange(Exchange):
 
     @override
     def start_exchange(
-        self,
-        sends: Sequence[tuple[int, memoryview]],
-        receives: Sequence[tuple[int, memoryview]],
+        self, sends: Sequence[tuple[int, memoryview]], receives: Sequence[tuple[int, memoryview]]
     ) -> RankTransfer:
         for peer, buffer in sends:
             self._board.send(self._rank, peer, bytes(buffer))

@@ -202,11 +202,7 @@ def wsd(
 
 @check_arguments(but=("length",))
 def one_cycle(
-    length: str | Time | None = None,
-    *,
-    rise: float = 0.3,
-    start: float = 0.04,
-    end: float = 4e-6,
+    length: str | Time | None = None, *, rise: float = 0.3, start: float = 0.04, end: float = 4e-6
 ) -> Curve:
     """Raise the rate to the optimizer's and lower it again, both by half a cosine.
 

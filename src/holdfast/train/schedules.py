@@ -207,10 +207,7 @@ class Schedules:
             self._tell_around(curve, partial(curve.step, counters))
 
     def validated(
-        self,
-        regular: Collection[str],
-        metrics: Metrics,
-        owner_of: Callable[[str], str | None],
+        self, regular: Collection[str], metrics: Metrics, owner_of: Callable[[str], str | None]
     ) -> None:
         """Step schedulers that follow validations, by `metrics`; `regular` parts were due."""
         if not regular:

@@ -22,12 +22,7 @@ from holdfast.interop.comparing.pairs import (
     have_as_many,
     is_small,
 )
-from holdfast.interop.comparing.trees import (
-    GeneratorDifference,
-    Pair,
-    ValueDifference,
-    differences,
-)
+from holdfast.interop.comparing.trees import GeneratorDifference, Pair, ValueDifference, differences
 from holdfast.interop.reading import TensorPiece, read_pieces, read_whole
 from holdfast.interop.source import BlockDigests, Source, SourceComponent, lost_tensors
 from holdfast.state.patterns import Entries

@@ -309,12 +309,7 @@ class HoldfastWriter(StorageWriter):
         trees = _trees(layout, values, is_flat=metadata.planner_data is not None)
         files = AttemptFiles(
             attempt,
-            Staged(
-                files={},
-                trees=trees,
-                kinds=kinds,
-                transfer=WaveTransfer({}, root.pool),
-            ),
+            Staged(files={}, trees=trees, kinds=kinds, transfer=WaveTransfer({}, root.pool)),
             root.tools(self._timeout_s),
             SaveParticipant(),
         )

@@ -173,9 +173,7 @@ class CheckpointSource(Source):
         digests = self._index.blocks[place.file]
         starts = range(DIGEST_NBYTES * first, DIGEST_NBYTES * stop, DIGEST_NBYTES)
         return BlockDigests(
-            size,
-            place.start % size,
-            tuple(digests[at : at + DIGEST_NBYTES] for at in starts),
+            size, place.start % size, tuple(digests[at : at + DIGEST_NBYTES] for at in starts)
         )
 
     @override

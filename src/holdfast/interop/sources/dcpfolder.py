@@ -16,11 +16,7 @@ from typing_extensions import override
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.format import strictjson
-from holdfast.format.tensors import (
-    ITEM_NBYTES,
-    MAX_HEADER_NBYTES,
-    TensorSpec,
-)
+from holdfast.format.tensors import ITEM_NBYTES, MAX_HEADER_NBYTES, TensorSpec
 from holdfast.interop.boxes import row_major
 from holdfast.interop.files import LocalFile
 from holdfast.interop.layouts import ComponentLayout, dcp_layout, megatron_layout, olmo_layout
@@ -35,12 +31,7 @@ from holdfast.interop.pickles.values import (
     TensorView,
     Unknown,
 )
-from holdfast.interop.sources.dcpchunks import (
-    Chunks,
-    FolderFiles,
-    Region,
-    expect_inside,
-)
+from holdfast.interop.sources.dcpchunks import Chunks, FolderFiles, Region, expect_inside
 from holdfast.interop.sources.dcpmetadata import (
     MAX_FILES,
     METADATA,
@@ -205,12 +196,7 @@ def _anchor(values: Iterable[Any], file: int, start: int) -> None:
 
 
 def _layout(
-    folder: Path,
-    metadata: FolderMetadata,
-    items: Mapping[str, Any],
-    rest: Any,
-    *,
-    is_olmo: bool,
+    folder: Path, metadata: FolderMetadata, items: Mapping[str, Any], rest: Any, *, is_olmo: bool
 ) -> ComponentLayout:
     if is_olmo:
         expect_inside(folder, folder / "config.json")

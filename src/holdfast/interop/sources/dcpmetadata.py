@@ -171,9 +171,7 @@ class _Checked:
     # Items.
 
     def _read_items(
-        self,
-        items: dict[Any, Any],
-        places: Mapping[tuple[str, tuple[int, ...] | None], ItemPlace],
+        self, items: dict[Any, Any], places: Mapping[tuple[str, tuple[int, ...] | None], ItemPlace]
     ) -> None:
         tensors: list[ChunkedTensor] = []
         for name, item in items.items():

@@ -167,11 +167,7 @@ class TorchFile(ConvertedSource):
     format = "torch"
 
     def __init__(
-        self,
-        path: Path | str,
-        *,
-        layout: Layouts = file_layout,
-        file: ReadableFile | None = None,
+        self, path: Path | str, *, layout: Layouts = file_layout, file: ReadableFile | None = None
     ) -> None:
         """Read everything except tensors. With an open `file`, the path is only for messages."""
         self.url = str(path)

@@ -318,10 +318,7 @@ class Capturer:
 
     def _make_leaves(self, component: str, key_of: Callable[[str], str] = str) -> Leaves:
         return Leaves(
-            component=component,
-            key_of=key_of,
-            is_shared=self._is_shared,
-            is_edited=self._is_edited,
+            component=component, key_of=key_of, is_shared=self._is_shared, is_edited=self._is_edited
         )
 
     def _rng(self) -> CapturedComponent:

@@ -192,10 +192,7 @@ def _describe_network(network: re.Match[str] | None, details: str) -> str:
 
 
 def _describe(
-    head: str,
-    status: re.Match[str] | None,
-    code: re.Match[str] | None,
-    network: str,
+    head: str, status: re.Match[str] | None, code: re.Match[str] | None, network: str
 ) -> str:
     if status is None:
         plain = " ".join(head.split())

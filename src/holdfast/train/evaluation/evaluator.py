@@ -82,10 +82,7 @@ class Target:
         """Load a checkpoint's verified, perhaps edited, weights into modules; claims nothing."""
         threads = Threads()
         reader = CheckpointSearch(
-            catalog=Catalog(self.store),
-            state=weights,
-            threads=threads,
-            timeout_s=READ_TIMEOUT_S,
+            catalog=Catalog(self.store), state=weights, threads=threads, timeout_s=READ_TIMEOUT_S
         )
         options = LoadOptions(components=tuple(weights), rng=False, edit=edit)
         try:

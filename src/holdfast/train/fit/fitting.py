@@ -26,9 +26,7 @@ from holdfast.state.modules import is_loaded
 from holdfast.train.callbacks.hooks import Callback
 from holdfast.train.callbacks.registry import HookFailed
 from holdfast.train.evaluation.evaluator import Evaluator
-from holdfast.train.evaluation.validation import (
-    ValidationPart,
-)
+from holdfast.train.evaluation.validation import ValidationPart
 from holdfast.train.fit.saving import Saves, StepSaver, prepare_save
 from holdfast.train.fit.starting import Resuming, load_best_metrics, make_manager
 from holdfast.train.outputs import Image

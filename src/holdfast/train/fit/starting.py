@@ -86,10 +86,7 @@ class StartingPoint:
                 self.store, parts.state, hooks=hooks, encrypt=encryption, ranks=parts.ranks
             ) as other:
                 found = other.load(
-                    self.which,
-                    strict=resuming.strict,
-                    in_place=True,
-                    override=resuming.override,
+                    self.which, strict=resuming.strict, in_place=True, override=resuming.override
                 )
         except (OpaqueLoadFailed, KeyboardInterrupt):
             parts.status.has_begun = True  # the state is neither the old nor the stored one
@@ -163,10 +160,7 @@ class DryRunManager(NullManager):
         "Leave this out in a trial, or run it without fast_dev_run"
     )
 
-    def __init__(
-        self,
-        parts: TrainerParts,
-    ) -> None:
+    def __init__(self, parts: TrainerParts) -> None:
         """Check saves of the state of these parts."""
         self.state = parts.state
         self._parts = parts
