@@ -19,7 +19,7 @@ from holdfast.format.suites import (
     stored_nbytes,
     tags_nbytes,
 )
-from holdfast.store.base import BlockWriter, Store, final_nbytes, ignore
+from holdfast.store.base import BlockWriter, Seen, Store, final_nbytes, ignore
 from holdfast.threads.buffers import allocate_pages
 
 
@@ -41,12 +41,7 @@ class SealedFile:
         return bytes(plain)
 
     def decrypt_range(
-        self,
-        start: int,
-        out: memoryview,
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-        afresh: bool = False,
+        self, start: int, out: memoryview, *, seen: Seen = ignore, afresh: bool = False
     ) -> None:
         """Fill `out` with the decrypted and authenticated bytes at `start`."""
         stop = start + out.nbytes
@@ -63,13 +58,7 @@ class SealedFile:
             start = until
 
     def _read_run(
-        self,
-        start: int,
-        out: memoryview,
-        tags: bytes,
-        *,
-        seen: Callable[[memoryview], object],
-        afresh: bool,
+        self, start: int, out: memoryview, tags: bytes, *, seen: Seen, afresh: bool
     ) -> None:
         """Fill `out`, at most one block, by reading and decrypting whole segments."""
         stop = start + out.nbytes

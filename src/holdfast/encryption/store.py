@@ -60,6 +60,7 @@ from holdfast.store.base import (
     BlockWriter,
     Buffer,
     ObjectInfo,
+    Seen,
     Store,
     WrappedStore,
     expect_at_least,
@@ -262,13 +263,7 @@ class SealedStore(WrappedStore):
 
     @override
     def read_into(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-        afresh: bool = False,
+        self, key: str, start: int, buffer: memoryview, *, seen: Seen = ignore, afresh: bool = False
     ) -> None:
         reader = self._open_reader(key)
         if reader is None:

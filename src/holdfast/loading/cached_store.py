@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from typing_extensions import override
 
 from holdfast.errors import FormatError, UsageError
 from holdfast.format import layout
 from holdfast.store import open_store
-from holdfast.store.base import BlockWriter, Buffer, ObjectInfo, Store, WrappedStore, ignore
+from holdfast.store.base import BlockWriter, Buffer, ObjectInfo, Seen, Store, WrappedStore, ignore
 from holdfast.store.local.pieces import PIECE_NBYTES, LocalPieces, Piece
 
 _MAX_LENGTHS = 10_000
@@ -78,13 +78,7 @@ class CachedStore(WrappedStore):
 
     @override
     def read_into(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-        afresh: bool = False,
+        self, key: str, start: int, buffer: memoryview, *, seen: Seen = ignore, afresh: bool = False
     ) -> None:
         """Read through the cache; with `afresh`, drop the copies and read from `inner`."""
         memory = memoryview(buffer).cast("B")
@@ -102,7 +96,7 @@ class CachedStore(WrappedStore):
             self.inner.read_into(key, start, memory, seen=seen, afresh=afresh)
             return
 
-        def fetch(at: int, part: memoryview, shown: Callable[[memoryview], object]) -> None:
+        def fetch(at: int, part: memoryview, shown: Seen) -> None:
             self.inner.read_into(key, at, part, seen=shown)
 
         for piece in pieces:

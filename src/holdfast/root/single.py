@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from itertools import count
@@ -14,7 +14,7 @@ from holdfast.format import layout
 from holdfast.format.envelope import decode_visible
 from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Aborted, Deleted, decode_register
 from holdfast.root.documents import is_there
-from holdfast.store.base import ObjectInfo, Store, WrappedStore, check_folder, ignore
+from holdfast.store.base import ObjectInfo, Seen, Store, WrappedStore, check_folder, ignore
 
 _NO_FILE = "no-such-file"
 _MAX_GAP = 3
@@ -74,13 +74,7 @@ class SingleCheckpoint(WrappedStore):
 
     @override
     def read_into(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-        afresh: bool = False,
+        self, key: str, start: int, buffer: memoryview, *, seen: Seen = ignore, afresh: bool = False
     ) -> None:
         self.inner.read_into(key, start, buffer, seen=seen, afresh=afresh)
 

@@ -58,11 +58,15 @@ def flatten_buffer(data: Buffer) -> memoryview:
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
+Seen: TypeAlias = Callable[[memoryview], object]
+"""Callback that gets each piece of a read, in order, as soon as it is there."""
+
+
 def ignore(piece: memoryview) -> None:
     """Default callback for pieces: does nothing."""
 
 
-FillCached: TypeAlias = Callable[[Sequence[memoryview], Callable[[memoryview], object]], bool]
+FillCached: TypeAlias = Callable[[Sequence[memoryview], Seen], bool]
 """Function that fills targets, in order, with cached bytes; the result of `Store.cached`.
 
 The targets together have the length that was asked for. The second argument is called with each
@@ -210,13 +214,7 @@ class Store(ABC):
     # Reading
 
     def read_into(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-        afresh: bool = False,
+        self, key: str, start: int, buffer: memoryview, *, seen: Seen = ignore, afresh: bool = False
     ) -> None:
         """Fill `buffer` with the object's bytes from `start` on; raises as `get`. Thread-safe.
 

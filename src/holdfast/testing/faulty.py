@@ -33,6 +33,7 @@ from holdfast.store.base import (
     Buffer,
     FreeSpace,
     ObjectInfo,
+    Seen,
     Store,
     WrappedStore,
     ignore,
@@ -215,13 +216,7 @@ class FaultyStore(WrappedStore):
 
     @override
     def read_into(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-        afresh: bool = False,
+        self, key: str, start: int, buffer: memoryview, *, seen: Seen = ignore, afresh: bool = False
     ) -> None:
         """Fill `buffer`; only its first half under a `truncate` fault."""
         data = bytearray(buffer.nbytes)

@@ -15,9 +15,10 @@ import errno
 import mmap
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+from holdfast.store.base import Seen
 from holdfast.store.local.files import OWN_FDS, address_of, read_exactly
 from holdfast.store.local.oserrors import UNSUPPORTED
 from holdfast.store.local.syscalls import (
@@ -27,9 +28,6 @@ from holdfast.store.local.syscalls import (
     is_cached,
 )
 from holdfast.system import CLOSED_ON_EXEC, read_at
-
-Seen = Callable[[memoryview], object]
-"""Callback with each piece of the memory, in order, once it is filled."""
 
 PIECE_NBYTES = 1 << 20
 """Bytes that are copied from the page cache at a time. If each piece is digested at once, 1 and

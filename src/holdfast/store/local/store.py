@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 
@@ -24,6 +24,7 @@ from holdfast.store.base import (
     FillCached,
     FreeSpace,
     ObjectInfo,
+    Seen,
     Store,
     check_folder,
     check_key,
@@ -121,13 +122,7 @@ class LocalStore(Store):
 
     @override
     def read_into(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-        afresh: bool = False,
+        self, key: str, start: int, buffer: memoryview, *, seen: Seen = ignore, afresh: bool = False
     ) -> None:
         expect_positive("read_into", key, start=start)
         if afresh:

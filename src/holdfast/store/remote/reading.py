@@ -4,7 +4,7 @@ can be read."""
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NoReturn
 from urllib.parse import unquote, urlsplit
@@ -17,6 +17,7 @@ from holdfast.store.base import (
     BlockWriter,
     Buffer,
     ObjectInfo,
+    Seen,
     Store,
     check_key,
     expect_at_least,
@@ -69,13 +70,7 @@ class ReadByRequests(Store, ABC):
 
     @override
     def read_into(
-        self,
-        key: str,
-        start: int,
-        buffer: memoryview,
-        *,
-        seen: Callable[[memoryview], object] = ignore,
-        afresh: bool = False,
+        self, key: str, start: int, buffer: memoryview, *, seen: Seen = ignore, afresh: bool = False
     ) -> None:
         """Fill `buffer` by requests of at most 8 MiB; `afresh` changes nothing, without a cache."""
         check_key(key)
@@ -96,9 +91,7 @@ class ReadByRequests(Store, ABC):
         expect_at_least(found, start + nbytes, what=f"get {self._api.url(key)}")
         return found - start
 
-    def _read_by_pieces(
-        self, key: str, start: int, buffer: memoryview, seen: Callable[[memoryview], object]
-    ) -> None:
+    def _read_by_pieces(self, key: str, start: int, buffer: memoryview, seen: Seen) -> None:
         for at in range(0, len(buffer), READ_NBYTES):
             piece = buffer[at : at + READ_NBYTES]
             found = memoryview(self._api.read_range(key, start + at, start + at + len(piece)))
