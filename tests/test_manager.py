@@ -34,7 +34,6 @@ from holdfast.saving import saver
 from holdfast.staging.arena import Arena
 from holdfast.staging.in_memory import ImageTransfer
 from holdfast.staging.interfaces import Staged
-from holdfast.staging.pool import Pool
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import Fault, FaultyStore
@@ -463,7 +462,8 @@ def test_a_closed_manager_holds_no_copy_of_the_state(
     """Not even until the garbage collector comes, which counts objects and not bytes."""
 
     def num_held() -> int:
-        return sum(type(found) in (Arena, Pool) for found in gc.get_objects())
+        blocks = (found for found in gc.get_objects() if type(found) in (Arena, memoryview))
+        return sum(found.nbytes >= layout.BLOCK_NBYTES for found in blocks)
 
     before = num_held()
     gc.disable()

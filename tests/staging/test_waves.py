@@ -14,11 +14,11 @@ from children import environment
 from holdfast import CheckpointManager
 from holdfast.errors import DeadlineExceeded, OutOfMemory, SaveFailed, StoreFull, UsageError
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.staging import pool
 from holdfast.staging.arena import FileImage
 from holdfast.staging.waves import WaveTransfer
 from holdfast.store import open_store
 from holdfast.testing import Fault, FaultyStore
+from holdfast.threads import buffers
 
 BUDGET = 4 * BLOCK_NBYTES
 STATE_NBYTES = 200 << 20
@@ -218,7 +218,7 @@ def test_a_save_that_failed_has_ended_also_when_memory_is_short(
         with pytest.raises(SaveFailed):
             pending.wait()
         with monkeypatch.context() as patched:
-            patched.setattr(pool, "allocate_pages", no_memory)
+            patched.setattr(buffers, "allocate_pages", no_memory)
             with pytest.raises(OutOfMemory):
                 manager.save(2)
         manager.save(3).wait()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import types
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -105,6 +106,20 @@ class TensorFile(msgspec.Struct, frozen=True):
     specs: tuple[TensorSpec, ...]
     starts: tuple[int, ...]
     nbytes: int
+
+    def fill_block(
+        self, start: int, memory: memoryview
+    ) -> Iterator[tuple[TensorSpec, int, memoryview]]:
+        """Copy the header's part of a block; yield spec, first byte and memory of each tensor's."""
+        header = self.header[start : start + len(memory)]
+        memory[: len(header)] = header
+        stop, position = start + len(memory), max(bisect_right(self.starts, start) - 1, 0)
+        while position < len(self.starts) and self.starts[position] < stop:
+            spec, first = self.specs[position], self.starts[position]
+            low, high = max(first, start), min(first + spec.nbytes, stop)
+            if low < high:
+                yield spec, low - first, memory[low - start : high - start]
+            position += 1
 
 
 class _HeaderEntry(msgspec.Struct, frozen=True, gc=False):

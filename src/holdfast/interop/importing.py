@@ -6,7 +6,6 @@ Only a few blocks are in memory at a time. The same source gives the same files.
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,9 +35,10 @@ from holdfast.root.catalog import Catalog
 from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.save import SaveRequest, write
 from holdfast.staging.interfaces import KnownFile, Staged, StagedContent, StagingTransfer
-from holdfast.staging.pool import Pool, PooledContent
+from holdfast.staging.pool import PooledContent
 from holdfast.store import open_store
 from holdfast.store.base import Store
+from holdfast.threads.buffers import LimitedBuffers
 from holdfast.threads.workers import Workers
 from holdfast.version import environment
 
@@ -374,7 +374,7 @@ class SourceTransfer(StagingTransfer):
         self,
         plan: ImportPlan,
         files: Mapping[str, Sequence[KnownFile]],
-        pool: Pool,
+        pool: LimitedBuffers,
         report: Report | None = None,
     ) -> None:
         self.pool = pool
@@ -407,7 +407,7 @@ class SourceTransfer(StagingTransfer):
     def content(self, known: KnownFile) -> StagedContent:
         return _SourceContent(known, self)
 
-    def next_block(self, file: str, number: int) -> int:
+    def next_block(self, file: str, number: int) -> memoryview:
         """Return the buffer of the next block of all files, which must be this one."""
         found, buffer, num_read = next(self._filled)
         if found != (file, number):
@@ -419,8 +419,8 @@ class SourceTransfer(StagingTransfer):
 
 
 def _fills(
-    plan: ImportPlan, files: Mapping[str, Sequence[KnownFile]], pool: Pool
-) -> Iterator[Callable[[], tuple[tuple[str, int], int, int]]]:
+    plan: ImportPlan, files: Mapping[str, Sequence[KnownFile]], pool: LimitedBuffers
+) -> Iterator[Callable[[], tuple[tuple[str, int], memoryview, int]]]:
     """Yield a job for each block of all files; waits for its buffer first."""
     for name, of_component in files.items():
         for known in of_component:
@@ -428,9 +428,7 @@ def _fills(
                 # Not in the thread that reads: a job that waits cannot be cancelled.
                 buffer = pool.acquire_buffer(_TIMEOUT_S)
                 keys = plan.taken[name].keys
-                yield partial(
-                    _fill_buffer, plan.source, name, keys, known.file, number, pool, buffer
-                )
+                yield partial(_fill_buffer, plan.source, name, keys, known.file, number, buffer)
 
 
 def _fill_buffer(
@@ -439,24 +437,16 @@ def _fill_buffer(
     keys: Mapping[str, str],
     file: TensorFile,
     number: int,
-    pool: Pool,
-    buffer: int,
-) -> tuple[tuple[str, int], int, int]:
+    buffer: memoryview,
+) -> tuple[tuple[str, int], memoryview, int]:
     """Fill a buffer with a block of a file; return the block, the buffer, the source's bytes."""
     start = number * BLOCK_NBYTES
-    memory = pool.memory(buffer, min(BLOCK_NBYTES, file.nbytes - start))
-    header = file.header[start : start + len(memory)]
-    memory[: len(header)] = header
-    stop = start + len(memory)
-    position = max(bisect_right(file.starts, start) - 1, 0)
-    while position < len(file.starts) and file.starts[position] < stop:
-        spec, first = file.specs[position], file.starts[position]
-        low, high = max(first, start), min(first + spec.nbytes, stop)
-        if low < high:
-            part = memory[low - start : high - start]
-            source.read_into(component, keys[spec.key], low - first, part)
-        position += 1
-    return (file.name, number), buffer, len(memory) - len(header)
+    num_read = 0
+    memory = buffer[: min(BLOCK_NBYTES, file.nbytes - start)]
+    for spec, first, part in file.fill_block(start, memory):
+        source.read_into(component, keys[spec.key], first, part)
+        num_read += len(part)
+    return (file.name, number), buffer, num_read
 
 
 class _SourceContent(PooledContent):
@@ -469,4 +459,4 @@ class _SourceContent(PooledContent):
     @override
     def block(self, number: int, timeout_s: float) -> memoryview:
         buffer = self._buffers[number] = self._source.next_block(self._file.name, number)
-        return self._pool.memory(buffer, self.block_nbytes(number))
+        return buffer[: self.block_nbytes(number)]

@@ -24,13 +24,13 @@ from holdfast.root.commit import SaveAttempt, name_latest
 from holdfast.saving.compression import Compressing
 from holdfast.saving.links import Links
 from holdfast.saving.save import Tools, clean_up
-from holdfast.staging.pool import Pool
 from holdfast.store import open_store
 from holdfast.store.base import Store
+from holdfast.threads.buffers import LimitedBuffers
 from holdfast.threads.workers import Threads
 
-POOL_NBYTES = 16 * BLOCK_NBYTES
-"""Host memory for the blocks that are copied, hashed and written at a time."""
+NUM_BUFFERS = 16
+"""Most blocks that are copied, hashed and written at a time."""
 
 _roots: dict[tuple[int, str], WrittenRoot] = {}
 
@@ -45,17 +45,17 @@ class WrittenRoot:
         self._owner = Ownership(store, takeover=False, emit=self._emit)
         self.loaded: Reference | None = None
         """The checkpoint that was loaded, unless a claim has gone on from it."""
-        self._pool: Pool | None = None
+        self._pool: LimitedBuffers | None = None
         self._attempt: tuple[SaveAttempt, bool] | None = None
         """The attempt under way, and whether other ranks write into it."""
         self._is_checked = False
         self._warned = False
 
     @property
-    def pool(self) -> Pool:
+    def pool(self) -> LimitedBuffers:
         """Buffers for blocks, allocated once."""
         if self._pool is None:
-            self._pool = Pool(POOL_NBYTES)
+            self._pool = LimitedBuffers(NUM_BUFFERS, BLOCK_NBYTES)
         return self._pool
 
     def drop_pool(self) -> None:

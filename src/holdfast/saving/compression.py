@@ -14,12 +14,11 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from holdfast.errors import DeadlineExceeded, UsageError, time_limit
+from holdfast.errors import UsageError
 from holdfast.events import Emitter
 from holdfast.format.blocks import num_blocks
 from holdfast.format.codec import CODECS, CodecName, Compression, Encoding, is_installed
@@ -27,7 +26,7 @@ from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES, component_of
 from holdfast.format.tensors import ITEM_NBYTES, TensorFile
 from holdfast.store.base import Buffer
-from holdfast.threads.buffers import allocate_pages
+from holdfast.threads.buffers import LimitedBuffers
 from holdfast.threads.workers import num_cores
 
 
@@ -281,7 +280,7 @@ class Compressing:
         """Prepare for a save; after a failed one, replace buffers that threads may still use."""
         self.store = Throughput()
         if not self._is_settled:
-            self.pieces = Pieces()
+            self.pieces = LimitedBuffers(NUM_PIECES, BLOCK_NBYTES)
         self._is_settled = False
         self._written: tuple[int, float] | None = None
         self._chooser.discard_samples()
@@ -332,28 +331,6 @@ NUM_PIECES = 9
 """Pieces in the pool: one that is being filled, and one for each writer."""
 
 
-class Pieces:
-    """Pool of 8 MiB buffers for packed blocks, each allocated at first use."""
-
-    def __init__(self, num_pieces: int = NUM_PIECES) -> None:
-        self._free: SimpleQueue[memoryview | None] = SimpleQueue()
-        for _ in range(num_pieces):
-            self._free.put(None)
-
-    def acquire_buffer(self, timeout_s: float) -> memoryview:
-        """Take a free, page-aligned buffer from the pool; the caller gives it back."""
-        try:
-            return self._free.get(timeout=timeout_s) or memoryview(allocate_pages(BLOCK_NBYTES))
-        except Empty:
-            raise DeadlineExceeded(
-                f"memory for stored blocks: no piece was written within {time_limit(timeout_s)}"
-            ) from None
-
-    def release_buffer(self, piece: memoryview) -> None:
-        """Return a buffer to the pool."""
-        self._free.put(piece)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
     """An encoded block and its digest."""
@@ -366,7 +343,7 @@ class Packer:
     """Packs the encoded blocks of one file into pieces. Not thread-safe."""
 
     def __init__(
-        self, pieces: Pieces, send: Callable[[int, memoryview, int], None], timeout_s: float
+        self, pieces: LimitedBuffers, send: Callable[[int, memoryview, int], None], timeout_s: float
     ) -> None:
         """Pass full pieces to `send(offset, piece, used_nbytes)`, which then owns the piece."""
         self._pieces = pieces

@@ -22,9 +22,10 @@ from holdfast.format.codec import Encoding
 from holdfast.format.index import StoredBlocks
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.results import SavePhase, SaveProgress
-from holdfast.saving.compression import Encoded, Packer, Pieces, Throughput
+from holdfast.saving.compression import NUM_PIECES, Encoded, Packer, Throughput
 from holdfast.staging.interfaces import BytesContent, Content
 from holdfast.store.base import BlockWriter, Store
+from holdfast.threads.buffers import LimitedBuffers
 from holdfast.threads.workers import Workers, cancel, gather_results
 
 FILES_AT_ONCE = 64
@@ -64,7 +65,7 @@ def write_files(
     progress: SaveProgress,
     timeout_s: float,
     throughput: Throughput | None = None,
-    pieces: Pieces | None = None,
+    pieces: LimitedBuffers | None = None,
 ) -> dict[str, WrittenFile]:
     """Write `files` and wait until they are durable; returns a `WrittenFile` for each key.
 
@@ -74,7 +75,7 @@ def write_files(
     removes the written files.
     """
     written: dict[str, WrittenFile] = {}
-    rest, pieces, measured = iter(files), pieces or Pieces(), throughput or Throughput()
+    rest, measured = iter(files), throughput or Throughput()
     while True:
         batch = _Batch(store, workers, writers, pieces, measured, progress, timeout_s)
         of_batch = batch.write_all_files(islice(rest, FILES_AT_ONCE))
@@ -91,7 +92,7 @@ class _Batch:
         store: Store,
         workers: Workers,
         writers: Workers,
-        pieces: Pieces,
+        pieces: LimitedBuffers | None,
         throughput: Throughput,
         progress: SaveProgress,
         timeout_s: float,
@@ -164,13 +165,14 @@ class _Batch:
     def _begin_encoded(self, key: str, content: Content | BytesContent, encoding: Encoding) -> None:
         nbytes = blocks.max_file_nbytes(content.nbytes)
         writer = self._open[key] = self._store.create(key, nbytes, at_most=True)
+        pieces = self._pieces = self._pieces or LimitedBuffers(NUM_PIECES, BLOCK_NBYTES)
 
         def send(start: int, piece: memoryview, used: int) -> None:
             job = partial(self._write_piece, writer, start, piece[:used])
-            done = partial(self._pieces.release_buffer, piece)
+            done = partial(pieces.release_buffer, piece)
             self._writes[key].append(self._writers.submit(partial(job, done)))
 
-        packer = self._packers[key] = Packer(self._pieces, send, self._timeout_s)
+        packer = self._packers[key] = Packer(pieces, send, self._timeout_s)
         for number in range(blocks.num_blocks(content.nbytes)):
             memory = content.block(number, self._timeout_s)
             self._hashes[key].append(self._workers.submit(partial(content.digest, number)))

@@ -1,55 +1,25 @@
-"""Host memory for a few blocks at a time, and the content of files that pass through it."""
+"""Content of files that pass through a few buffers of host memory, block by block."""
 
 from __future__ import annotations
 
 import threading
-from queue import Empty, SimpleQueue
 
 from typing_extensions import override
 
-from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.format.blocks import block_digest
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.staging.interfaces import KnownFile, StagedContent
-from holdfast.threads.buffers import allocate_pages
-
-
-class Pool:
-    """Pool of a fixed number of block-sized buffers."""
-
-    def __init__(self, nbytes: int) -> None:
-        """Allocate the memory, in whole blocks."""
-        self._memory = memoryview(allocate_pages(nbytes - nbytes % BLOCK_NBYTES))
-        self._free: SimpleQueue[int] = SimpleQueue()
-        for number in range(nbytes // BLOCK_NBYTES):
-            self._free.put(number)
-
-    def acquire_buffer(self, timeout_s: float) -> int:
-        """Wait for a free buffer, and return its number."""
-        try:
-            return self._free.get(timeout=timeout_s)
-        except Empty:
-            raise DeadlineExceeded(
-                f"memory for a wave: no block was written within {time_limit(timeout_s)}"
-            ) from None
-
-    def release_buffer(self, buffer: int) -> None:
-        """Return an unused buffer to the pool."""
-        self._free.put(buffer)
-
-    def memory(self, buffer: int, nbytes: int) -> memoryview:
-        """Return the memory of the first `nbytes` of a buffer."""
-        return self._memory[buffer * BLOCK_NBYTES :][:nbytes]
+from holdfast.threads.buffers import LimitedBuffers
 
 
 class PooledContent(StagedContent):
     """Content of a tensor file, of which a block is in memory until it is hashed and written."""
 
-    def __init__(self, known: KnownFile, pool: Pool) -> None:
+    def __init__(self, known: KnownFile, pool: LimitedBuffers) -> None:
         self._known = known
         self._file = known.file
         self._pool = pool
-        self._buffers: dict[int, int] = {}
+        self._buffers: dict[int, memoryview] = {}
         self._half_done: set[int] = set()
         self._lock = threading.Lock()
 
@@ -61,7 +31,7 @@ class PooledContent(StagedContent):
     @override
     def digest(self, number: int) -> bytes:
         try:
-            memory = self._pool.memory(self._buffers[number], self.block_nbytes(number))
+            memory = self._buffers[number][: self.block_nbytes(number)]
             digest = self._known.digests[number] = block_digest(memory)
             return digest
         finally:

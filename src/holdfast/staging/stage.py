@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from holdfast.errors import UnsupportedState
+from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.tensors import TensorSpec, lay_out
 from holdfast.staging.arena import FileImage
 from holdfast.staging.in_memory import (
@@ -28,10 +29,10 @@ from holdfast.staging.in_memory import (
     small_runs_of,
 )
 from holdfast.staging.interfaces import KnownFile, Staged, StagingTransfer
-from holdfast.staging.pool import Pool
 from holdfast.staging.waves import WaveTransfer
 from holdfast.state.capture.capture import Captured
 from holdfast.state.components import CapturedComponent
+from holdfast.threads.buffers import LimitedBuffers
 
 MIN_NBYTES = 8 << 20
 MIN_SHARE = 0.1
@@ -92,7 +93,7 @@ class Stager:
         """`memory_budget`: most bytes of memory to use; None: as many as the state has."""
         self._budget = memory_budget
         self._is_in_waves = False
-        self._pool: Pool | None = None
+        self._pool: LimitedBuffers | None = None
         self._specs: dict[str, tuple[tuple[TensorSpec, ...], range | None]] = {}
         self._groups: dict[str, Grouping] = {}
         self._files: dict[str, tuple[KnownFile, ...]] = {}
@@ -182,7 +183,8 @@ class Stager:
             self._files.clear()
             self._plans.clear()
         if self._pool is None:
-            self._pool = Pool(self._budget)
+            num_buffers = self._budget // BLOCK_NBYTES
+            self._pool = LimitedBuffers(num_buffers, BLOCK_NBYTES, at_once=True)
         components = captured.components
         for component in components.values():
             self._lay_out_files(component, KnownFile)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -20,7 +19,8 @@ from typing_extensions import override
 from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.staging.interfaces import KnownFile, StagingTransfer
-from holdfast.staging.pool import Pool, PooledContent
+from holdfast.staging.pool import PooledContent
+from holdfast.threads.buffers import LimitedBuffers
 from holdfast.threads.workers import Workers
 
 
@@ -29,7 +29,7 @@ class WaveTransfer(StagingTransfer):
 
     is_early = True
 
-    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], pool: Pool) -> None:
+    def __init__(self, tensors: Mapping[str, Mapping[str, Tensor]], pool: LimitedBuffers) -> None:
         """`tensors`: name of a file → the live tensors of its component."""
         self.pool = pool
         self.waited_s = 0.0
@@ -86,40 +86,30 @@ class WaveContent(PooledContent):
         super().__init__(known, transfer.pool)
         self._tensors = tensors
         self._transfer = transfer
-        self._contiguous: tuple[int, Tensor] | None = None
+        self._contiguous: tuple[str, Tensor] | None = None
 
     @override
     def block(self, number: int, timeout_s: float) -> memoryview:
         buffer = self._buffers[number] = self._pool.acquire_buffer(timeout_s)
         return self.fill(buffer, number)
 
-    def fill(self, buffer: int, number: int) -> memoryview:
+    def fill(self, buffer: memoryview, number: int) -> memoryview:
         """Copy one block, with its parts of the header and the tensors, into a buffer."""
-        start = number * BLOCK_NBYTES
-        memory = self._pool.memory(buffer, self.block_nbytes(number))
-        header = self._file.header[start : start + len(memory)]
-        memory[: len(header)] = header
-        stop, starts = start + len(memory), self._file.starts
-        position = max(bisect_right(starts, start) - 1, 0)
+        memory = buffer[: self.block_nbytes(number)]
         # Live tensors may require grad, and autograd would record the copy.
         with self._transfer.block_failure(), torch.inference_mode(False), torch.no_grad():
-            target = torch.frombuffer(memory, dtype=torch.uint8)
-            while position < len(starts) and starts[position] < stop:
-                first = starts[position]
-                last = first + self._file.specs[position].nbytes
-                low, high = max(first, start), min(last, stop)
-                if low < high:
-                    part = self._get_flat_bytes(position)[low - first : high - first]
-                    target[low - start : high - start].copy_(part)
-                position += 1
+            for spec, first, part in self._file.fill_block(number * BLOCK_NBYTES, memory):
+                flat = self._get_flat_bytes(spec.key)
+                target = torch.frombuffer(part, dtype=torch.uint8)
+                target.copy_(flat[first : first + len(part)])
         return memory
 
-    def _get_flat_bytes(self, position: int) -> Tensor:
+    def _get_flat_bytes(self, key: str) -> Tensor:
         """Return a tensor's bytes as a flat tensor; a non-contiguous one is copied, and cached."""
-        source = self._tensors[self._file.specs[position].key]
+        source = self._tensors[key]
         if source.is_contiguous() and not (source.is_conj() or source.is_neg()):
             return source.view(-1).view(torch.uint8)
-        if self._contiguous is None or self._contiguous[0] != position:
+        if self._contiguous is None or self._contiguous[0] != key:
             copy = torch.empty(source.shape, dtype=source.dtype, device=source.device)
-            self._contiguous = (position, copy.copy_(source).view(-1).view(torch.uint8))
+            self._contiguous = (key, copy.copy_(source).view(-1).view(torch.uint8))
         return self._contiguous[1]

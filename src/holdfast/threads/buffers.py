@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 
+from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.system import private_memory
 
 
@@ -34,6 +35,29 @@ class Buffers:
             if found.nbytes >= nbytes:
                 return found
         return memoryview(allocate_pages(nbytes))
+
+    def release_buffer(self, buffer: memoryview) -> None:
+        """Put a buffer that is no longer used back into the pool."""
+        self._free.put(buffer)
+
+
+class LimitedBuffers:
+    """Pool of a limited number of buffers of `nbytes`; by default allocated at their first use."""
+
+    def __init__(self, num_buffers: int, nbytes: int, *, at_once: bool = False) -> None:
+        self._nbytes = nbytes
+        self._free: SimpleQueue[memoryview | None] = SimpleQueue()
+        for _ in range(num_buffers):
+            self._free.put(memoryview(allocate_pages(nbytes)) if at_once else None)
+
+    def acquire_buffer(self, timeout_s: float) -> memoryview:
+        """Wait for a free, page-aligned buffer."""
+        try:
+            return self._free.get(timeout=timeout_s) or memoryview(allocate_pages(self._nbytes))
+        except Empty:
+            raise DeadlineExceeded(
+                f"memory for blocks: none of them was written within {time_limit(timeout_s)}"
+            ) from None
 
     def release_buffer(self, buffer: memoryview) -> None:
         """Put a buffer that is no longer used back into the pool."""

@@ -32,9 +32,9 @@ from holdfast.root.commit import SaveAttempt
 from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.save import AttemptFiles, Tools
 from holdfast.staging.interfaces import KnownFile, Staged
-from holdfast.staging.pool import Pool
 from holdfast.staging.waves import WaveContent, WaveTransfer
 from holdfast.state.leaves import DTYPE_NAMES, plain_name
+from holdfast.threads.buffers import LimitedBuffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +282,7 @@ def write_tensors(
     first: Mapping[str, int],
     resolve: Resolve,
     tools: Tools,
-    pool: Pool,
+    pool: LimitedBuffers,
 ) -> AttemptFiles:
     """Write tensors by component into files numbered from `first`; wait until all are durable."""
     laid_out = {
@@ -346,7 +346,7 @@ class _Tensors(Mapping[str, Tensor]):
 class _Resolving(WaveTransfer):
     """Waves over tensors that exist only while their blocks are copied."""
 
-    def __init__(self, tensors: Mapping[str, _Tensors], pool: Pool) -> None:
+    def __init__(self, tensors: Mapping[str, _Tensors], pool: LimitedBuffers) -> None:
         super().__init__(tensors, pool)
         self._by_file = tensors
 
