@@ -43,7 +43,7 @@ from runs import Recorder, new_run
 
 def folders(root: Path) -> list[str]:
     """Names of the attempts in a root."""
-    others = {"writers", "readers", "latest"}
+    others = {"writers", "readers", "history", "latest"}
     return sorted(path.name for path in root.iterdir() if path.name not in others)
 
 

@@ -104,6 +104,10 @@ class Emitter:
         """Step up to which metrics that retention needs may be missing, which then is no warning:
         their first validation comes later, or was at this step."""
 
+    def add_sink(self, sink: Sink) -> None:
+        """Pass all later events to one more sink."""
+        self._sinks = (*self._sinks, sink)
+
     def leave_reports(self) -> None:
         """Drop the sinks with `is_for_leader`, on a rank that is not the leader."""
         self._sinks = tuple(

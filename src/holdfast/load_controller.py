@@ -249,6 +249,7 @@ class LoadController:
         session.history.origins, session.quiet = origins, NEVER_QUIET
         session.saver.standing, session.saver.is_rollback = found.entry, is_rollback
         session.clock.continue_from_entry(found.entry)
+        session.recorder.start_from(found.entry.step)
         session.validated.start_from_checkpoint(found.entry)
         session.warnings.positions.start_counting(found.entry.step)
         if found.is_proof:

@@ -111,7 +111,9 @@ class SaveController:
                 session.events.propose_save(by_leader, pending, is_owner=session.is_owner)
             if due is None and best is None and isinstance(event, str):
                 session.validated.not_due(now.step, values)
-            if due is not None:
+            if due is None:
+                session.recorder.record_metrics(now.step, metrics)
+            else:
                 is_last = "end" in events or "signal" in events
                 pending = self.start_save(now, asked.added_to(due), metrics, is_last=is_last)
                 session.events.answer_when_saved(asked, pending.committed)
@@ -202,6 +204,8 @@ class SaveController:
                 if joint.world_size > 1:
                     self._count_as_begun(due, now)
             measured = checked_metrics(metrics)
+            session.recorder.record_metrics(now.step, measured)
+            session.recorder.read_devices()
             joint.note_arguments(given, measured, session.history.given)
             session.check_usable()
             refuse_capture("save()")

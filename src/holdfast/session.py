@@ -191,6 +191,9 @@ class Session:
                 leads=self.ranks.is_leader,
             ),
         )
+        self.recorder = self.saver.recorder
+        if self.ranks.is_leader:
+            self.recorder.start_recording()
         self.validated = ValidatedSaves(
             best_saves_of(checkpoints),
             self.catalog,
@@ -289,6 +292,7 @@ class Session:
         end = time.monotonic() + timeout_s
         try:
             self.saver.wait_until_idle(timeout_s)
+            self.recorder.put_at_close(left_s(end))
         finally:
             self.is_closed = True
             self.events.stop_polling()

@@ -66,7 +66,7 @@ def check_import(root: Path, newest: int) -> None:
     collect_garbage(store)
     folders = {entry.folder for entry in Catalog(store).checkpoints()}
     kept = {path.name for path in root.iterdir() if path.is_dir() and not path.is_symlink()}
-    kept -= {"writers", "readers"}
+    kept -= {"writers", "readers", "history"}
     assert kept == folders, kept ^ folders
 
 

@@ -176,19 +176,21 @@ def expect_no_junk(store: Store, root: str) -> None:
 
 def _expect_bare_folder(root: Path, committed: dict[str, Manifest]) -> None:
     junk = {name for name in os.listdir(root) if layout.parse_ended(name) is None} - set(committed)
-    junk -= {layout.WRITERS, layout.READERS, layout.LATEST}
+    junk -= {layout.WRITERS, layout.READERS, layout.HISTORY, layout.LATEST}
     if (root / layout.READERS).exists():  # whoever has loaded something has made it
         junk |= set(os.listdir(root / layout.READERS))
     for folder, manifest in committed.items():
         junk |= set(os.listdir(root / folder)) - set(manifest.files) - {layout.MANIFEST}
-    junk |= {name for name in os.listdir(root / layout.WRITERS) if name.startswith(".")}
+    for folder in filter(Path.exists, (root / layout.WRITERS, root / layout.HISTORY)):
+        junk |= {name for name in os.listdir(folder) if name.startswith(".")}
     if junk:
         raise AssertionError(f"{root}: junk: {sorted(junk)}")
 
 
 def _expect_objects(store: Store, expected: set[str]) -> None:
     found = {info.key for info in store.list()}
-    junk = {key for key in found - expected if not key.startswith(f"{layout.WRITERS}/")}
+    kept = (f"{layout.WRITERS}/", f"{layout.HISTORY}/")
+    junk = {key for key in found - expected if not key.startswith(kept)}
     junk = {key for key in junk - {layout.LATEST} if layout.parse_ended(key) is None}
     if junk or not expected <= found:
         raise AssertionError(

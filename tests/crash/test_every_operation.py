@@ -76,7 +76,7 @@ def check(
         kept = {entry.folder for entry in Catalog(store).checkpoints()}
         assert 1 <= len(kept) <= num_kept
     collect_garbage(store)
-    files = [info.key for info in store.list() if not info.key.startswith("writers/")]
+    files = [info.key for info in store.list() if not info.key.startswith(("writers/", "history/"))]
     loose = [
         k for k in files if k.partition("/")[0] not in kept and not k.endswith("manifest.json")
     ]

@@ -93,7 +93,7 @@ class World:
         loose = [
             info.key
             for info in self.remote.list()
-            if info.key.partition("/")[0] not in {*kept, "writers", "latest"}
+            if info.key.partition("/")[0] not in {*kept, "writers", "history", "latest"}
         ]
         assert [key for key in loose if not key.endswith("/manifest.json")] == []
 

@@ -123,7 +123,11 @@ def clean(local: Path, remote: str, wanted: set[int]) -> None:
         raise AssertionError(f"remote: {there}, missing {missing}, too many {extra}")
     if Look.encryption is None:
         expect_no_junk(store, remote)
-    elif junk := {*os.listdir(remote)} - {e.folder for e in in_remote} - {"writers", "latest"}:
+    elif (
+        junk := {*os.listdir(remote)}
+        - {e.folder for e in in_remote}
+        - {"writers", "history", "latest"}
+    ):
         raise AssertionError(f"remote: junk {junk}")
 
 

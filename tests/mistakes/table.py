@@ -25,7 +25,7 @@ import holdfast
 from holdfast.errors import HoldfastError
 
 Act = Callable[[User], Any]
-_NOT_KEPT = ("writers", "readers", "requests", "uploads", "log", "latest")
+_NOT_KEPT = ("writers", "readers", "requests", "uploads", "history", "log", "latest")
 """What a run changes beside its checkpoints."""
 
 

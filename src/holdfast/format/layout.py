@@ -25,8 +25,9 @@ WRITERS = "writers"
 READERS = "readers"
 REQUESTS = "requests"
 UPLOADS = "uploads"
+HISTORY = "history"
 TIERS = "uploads/tiers.json"
-FOLDERS = frozenset({WRITERS, READERS, REQUESTS, UPLOADS})
+FOLDERS = frozenset({WRITERS, READERS, REQUESTS, UPLOADS, HISTORY})
 """Names of the folders in a root that are not attempts."""
 BLOCK_NBYTES = 8 * 1024 * 1024
 DATA_ALIGNMENT = 4096
@@ -48,6 +49,7 @@ _SCRATCH = re.compile(r"((?:preflight|sending)-[0-9a-f]{16})-([0-9a-f]{8})", re.
 _THINNED = re.compile(r"thinned-([a-z0-9_\-]{1,64})-([0-9]{8,12})\.json", re.ASCII)
 _ANSWER = ".answer"
 _STORED = re.compile(r"file-[0-9]{5,7}\.sealed", re.ASCII)
+_SEGMENT = re.compile(r"([0-9]{8,12})-([0-9]{6,9})\.json", re.ASCII)
 _LEASE = re.compile(r"(.+)\.([0-9a-f]{16})\.json", re.ASCII)
 _FILE = re.compile(r"([a-z0-9_\-]{1,64})-([0-9]{5,7})\.(json|safetensors)", re.ASCII)
 # A cache, as the checkpoints of a root have files and sidecars of the same few names.
@@ -234,6 +236,17 @@ def upload_key(folder: str) -> str:
 def parse_upload(name: str) -> AttemptName | None:
     """Parse the checkpoint of an upload record's name in `uploads/`; None for any other name."""
     return parse_attempt(name.removesuffix(".json")) if name.endswith(".json") else None
+
+
+def history_key(epoch: int, number: int) -> str:
+    """Return the key of a segment of the history, of a writer epoch; numbers begin with 1."""
+    return f"{HISTORY}/{epoch:08d}-{number:06d}.json"
+
+
+def parse_history(name: str) -> tuple[int, int] | None:
+    """Parse the epoch and number of a segment's name in `history/`; None for any other name."""
+    match = _SEGMENT.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def notes_name(number: int) -> str:

@@ -406,7 +406,7 @@ def _sweep_temporary(
         return
     # The caller's own heartbeat may be in flight among the claims, and requests of others to it.
     claims = [layout.WRITERS, layout.REQUESTS] if own_epoch is None else []
-    for folder in ("", *claims):
+    for folder in ("", layout.HISTORY, *claims):
         with _recording_failure(folder or "root", report):
             store.sweep(folder)
     # A reader may be renewing its lease among the others.

@@ -35,6 +35,7 @@ from holdfast.root.commit import check_ownership
 from holdfast.saving.compression import Compressing
 from holdfast.saving.links import Links
 from holdfast.saving.participants import SaveParticipant
+from holdfast.saving.recorder import HistoryRecorder
 from holdfast.saving.save import SaveRequest, Tools, digest_staged, write
 from holdfast.staging.guard import Guarded, Overlapped
 from holdfast.staging.interfaces import Staged
@@ -91,6 +92,7 @@ class Saver:
         self.emit = emit
         self.chores = chores
         self._background = Workers(1, "holdfast-save")
+        self.recorder = HistoryRecorder(store, owner, emit, self._background)
         self.stager = Stager(memory_budget=memory_budget)
         self._overlap = overlap
         self._guarded = Guarded(keys={})
@@ -281,6 +283,7 @@ class SaveTask:
         self._emit("save_started", f"saving step {step}", step=step)
         try:
             joint.agree_on_plan(self._tools.owner)
+            saver.recorder.put_history()  # so that what an acknowledged save was given is durable
             entry = self._find_unchanged()
             is_new = entry is None
             if entry is None:
@@ -308,6 +311,7 @@ class SaveTask:
         pending.progress.enter(SavePhase.HOUSEKEEPING)
         pending.committed.set_result(checkpoint)
         saver.chores.after_commit(entry)
+        saver.recorder.follow_commit()
         saver.tools.links.look_ahead(learned)
         saver.tools.compressing.choose_codecs()
 

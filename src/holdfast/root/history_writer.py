@@ -1,0 +1,269 @@
+"""Writes the history of a run: the open segment of a claim, and merges of older segments.
+
+Only the owner of a claim puts segments under its epoch. The open one is replaced whole, so none is
+ever torn; the next number begins when it is large. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import msgspec
+
+from holdfast.errors import FormatError, NotFound
+from holdfast.format import layout
+from holdfast.format.history import (
+    MAX_SEGMENT_NBYTES,
+    HistoryEvent,
+    HistorySession,
+    MetricRows,
+    Number,
+    Segment,
+    to_number,
+)
+from holdfast.format.manifest import Reference
+from holdfast.root.documents import read_document
+from holdfast.store.base import Store
+
+OPEN_NBYTES = 256 * 1024
+"""Length at which the next segment begins."""
+MERGED_NBYTES = 3 * OPEN_NBYTES
+"""Most bytes of a segment into which others were merged."""
+MAX_SMALL = 32
+"""Most segments of less than half of `MERGED_NBYTES`; more are merged."""
+MAX_HISTORY_NBYTES = 64 * 1024 * 1024
+"""Most bytes of all segments; beyond it every second row of the oldest half is dropped."""
+MAX_WAITING = 200_000
+"""Most rows that wait in memory while the storage fails; then the oldest are dropped."""
+_ROW_NBYTES, _VALUE_NBYTES, _NAME_NBYTES = 40, 25, 6
+
+
+@dataclass(slots=True)
+class _OpenRows:
+    """Columns of the rows with values for the same metrics."""
+
+    names: tuple[str, ...]
+    steps: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    values: list[list[Number]] = field(default_factory=list)
+
+
+class HistoryWriter:
+    """Writer of what one claim records."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        epoch: int,
+        nonce: str,
+        resumed_from: Reference | None,
+    ) -> None:
+        """Write under the claim of this epoch and nonce, which resumed from that checkpoint.
+
+        The folder must exist.
+        """
+        self._store = store
+        self._session = HistorySession(
+            epoch=epoch, nonce=nonce, resumed_from=resumed_from, from_step=0
+        )
+        self.from_step = 0
+        """Step of the checkpoint that the claim resumed from."""
+        self._last_number = 0
+        self._waiting: deque[tuple[int, float, Mapping[str, float]]] = deque(maxlen=MAX_WAITING)
+        self._is_changed = False
+        self._begin_segment()
+
+    def add_row(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        """Add the metrics of a step, recorded at `time_s` seconds since 1970."""
+        self._waiting.append((step, time_s, values))
+
+    @property
+    def number(self) -> int:
+        """Number of the open segment."""
+        return self._number
+
+    def add_event(self, event: HistoryEvent) -> None:
+        """Add a save or a deletion."""
+        self._events.append(event)
+        self._nbytes += 100 + 6 * (len(event.folder) + len(event.why))
+        self._is_changed = True
+
+    def put_segments(self) -> None:
+        """Put all that was added; after an error, a later call puts it.
+
+        Raises:
+            StoreError: a segment cannot be put.
+        """
+        self._fill_segment()
+        while self._is_changed:
+            session = msgspec.structs.replace(
+                self._session,
+                from_step=self.from_step,
+                rows=_encode_rows(self._rows.values()),
+                events=self._events,
+            )
+            self._put_segment(self._number, [session])
+            self._is_changed = False
+            if self._nbytes >= OPEN_NBYTES:
+                self._begin_segment()
+            self._fill_segment()
+
+    def merge_segments(self) -> None:
+        """Merge small segments and thin the oldest, if there are too many.
+
+        The new segment is put before those that it replaces are deleted. After a kill between the
+        two, readers find rows twice, which they join.
+
+        Raises:
+            StoreError: the store fails.
+        """
+        sizes = self._list_sizes()
+        small = [key for key, nbytes in sizes.items() if nbytes < MERGED_NBYTES // 2]
+        if len(small) > MAX_SMALL:
+            for group in _group_keys(small, sizes):
+                self._replace_segments(group)
+            sizes = self._list_sizes()
+        excess_nbytes = sum(sizes.values()) + OPEN_NBYTES - MAX_HISTORY_NBYTES
+        for key in self._list_oldest(sizes) if excess_nbytes > 0 else ():
+            self._replace_segments([key], drops_half=True)
+            excess_nbytes -= sizes[key] // 2
+            if excess_nbytes < -MAX_HISTORY_NBYTES // 4:
+                return
+
+    def _list_sizes(self) -> dict[str, int]:
+        """List the length of each segment but the open one."""
+        prefix = f"{layout.HISTORY}/"
+        own = layout.history_key(self._session.epoch, self._number)
+        return {
+            info.key: info.nbytes
+            for info in self._store.list(prefix)
+            if layout.parse_history(info.key.removeprefix(prefix)) is not None and info.key != own
+        }
+
+    def _begin_segment(self) -> None:
+        self._number = self._take_number()
+        self._rows: dict[tuple[str, ...], _OpenRows] = {}
+        self._events: list[HistoryEvent] = []
+        self._nbytes = 0
+
+    def _take_number(self) -> int:
+        self._last_number += 1
+        return self._last_number
+
+    def _fill_segment(self) -> None:
+        """Move rows into the open segment until it is full."""
+        while self._waiting and self._nbytes < OPEN_NBYTES:
+            step, time_s, values = self._waiting.popleft()
+            if (rows := self._rows.get(given := tuple(values))) is None:
+                rows = self._rows[given] = _OpenRows(names=(names := _fit_names(given)))
+                rows.values = [[] for _ in names]
+                self._nbytes += sum(map(len, names)) * _NAME_NBYTES
+            rows.steps.append(step)
+            rows.times.append(round(time_s, 3))
+            for column, name in zip(rows.values, rows.names, strict=True):
+                column.append(to_number(values[name]))
+            self._nbytes += _ROW_NBYTES + _VALUE_NBYTES * len(rows.names)
+            self._is_changed = True
+
+    def _put_segment(self, number: int, sessions: Sequence[HistorySession]) -> None:
+        data = Segment(sessions=sessions).encode()
+        self._store.put(layout.history_key(self._session.epoch, number), data)
+
+    def _replace_segments(self, keys: Sequence[str], *, drops_half: bool = False) -> None:
+        """Put one segment in the place of others, with all of their rows or with half of them."""
+        read = {key: segment for key in keys if (segment := self._read(key)) is not None}
+        sessions = [session for segment in read.values() for session in segment.sessions]
+        if drops_half:
+            sessions = [_drop_half(session) for session in sessions]
+        if len(read) > 1 or (read and drops_half):
+            self._put_segment(self._take_number(), [*_join_sessions(sessions)])
+            self._store.delete_many([*read])
+
+    def _list_oldest(self, keys: Iterable[str]) -> list[str]:
+        """Sort segments by what they hold, oldest first."""
+        found = []
+        for key in keys:
+            if (segment := self._read(key)) is not None:
+                found.append((min(map(_order, segment.sessions), default=(0, 0)), key))
+        return [key for _, key in sorted(found)]
+
+    def _read(self, key: str) -> Segment | None:
+        try:
+            data = read_document(self._store, key, max_nbytes=MAX_SEGMENT_NBYTES)
+            return Segment.decode(data, what=f"{self._store.url}/{key}")
+        except (FormatError, NotFound):
+            return None
+
+
+def _group_keys(keys: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Divide segments, in order, into groups that fit into a merged one."""
+    group: list[str] = []
+    for key in sorted(keys):
+        if group and sum(sizes[one] for one in group) + sizes[key] > MERGED_NBYTES:
+            yield group
+            group = []
+        group.append(key)
+    yield group
+
+
+def _join_sessions(sessions: Iterable[HistorySession]) -> Iterator[HistorySession]:
+    """Join parts of one session, and in it rows of the same metrics."""
+    by_epoch: dict[tuple[int, str, int], list[HistorySession]] = {}
+    for session in sessions:
+        by_epoch.setdefault((session.epoch, session.nonce, session.every), []).append(session)
+    for parts in by_epoch.values():
+        rows: dict[tuple[str, ...], _OpenRows] = {}
+        for part in (rows_ for session in parts for rows_ in session.rows):
+            joined = rows.get(part.names)
+            if joined is None:
+                joined = rows[part.names] = _OpenRows(names=part.names)
+                joined.values = [[] for _ in part.names]
+            joined.steps += part.steps
+            joined.times += part.times
+            for column, more in zip(joined.values, part.values, strict=True):
+                column += more
+        yield msgspec.structs.replace(
+            parts[0],
+            rows=_encode_rows(rows.values()),
+            events=[e for one in parts for e in one.events],
+        )
+
+
+def _encode_rows(rows: Iterable[_OpenRows]) -> list[MetricRows]:
+    return [
+        MetricRows(names=one.names, steps=one.steps, times=one.times, values=one.values)
+        for one in rows
+    ]
+
+
+def _fit_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names, or as many as fit into a segment with one row."""
+    nbytes = accumulate(_VALUE_NBYTES + _NAME_NBYTES * len(name) for name in names)
+    return tuple(name for name, total in zip(names, nbytes, strict=True) if total <= MERGED_NBYTES)
+
+
+def _drop_half(session: HistorySession) -> HistorySession:
+    """Drop every second row, and the events of every second checkpoint."""
+    folders = sorted({event.folder for event in session.events})[::2]
+    return msgspec.structs.replace(
+        session,
+        every=2 * session.every,
+        rows=[
+            MetricRows(
+                names=part.names,
+                steps=part.steps[::2],
+                times=part.times[::2],
+                values=[column[::2] for column in part.values],
+            )
+            for part in session.rows
+        ],
+        events=[event for event in session.events if event.folder in folders],
+    )
+
+
+def _order(session: HistorySession) -> tuple[int, int]:
+    return session.epoch, min((part.steps[0] for part in session.rows if part.steps), default=0)
