@@ -194,7 +194,7 @@ SWALLOWED = (
 
 def _loses_samples(fresh: FreshCopies) -> bool:
     """Whether a copy resumed after its first sample gives another one than came next."""
-    with _undisturbed():
+    with undisturbed_generators():
         began_s = time.monotonic()
         source = fresh.make_copy()
         samples = iter(source)
@@ -244,14 +244,14 @@ def hides_epochs(source: Any, epoch: int) -> bool:
 
 def _digest_order(fresh: FreshCopies, setter: SetEpoch, epoch: int) -> str:
     """Digest the first samples of a copy, in an epoch that it is set to."""
-    with _undisturbed():
+    with undisturbed_generators():
         source = fresh.make_copy()
         setter(source, epoch)
         return digest_sample([*islice(iter(source), 2)])
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed_generators() -> Iterator[None]:
     """Restore the global generators after the block."""
     before = _read_generators()
     try:

@@ -37,6 +37,16 @@ def of(kind: Any, *arguments: Any, **options: Any) -> Schedule:
     return lambda optimizer: kind(optimizer, *arguments, **options)
 
 
+class Linear:
+    """A rate that falls to zero over `total` steps."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+
+    def __call__(self, step: int) -> float:
+        return max(0.0, 1 - step / self.total)
+
+
 CHANGES: dict[str, tuple[Schedule, Schedule, list[str]]] = {
     "one cycle": (
         of(schedules.OneCycleLR, 0.1, total_steps=6),
@@ -72,6 +82,11 @@ CHANGES: dict[str, tuple[Schedule, Schedule, list[str]]] = {
     "within a sequence": (warm_up(5), warm_up(12), ["scheduler.1.T_max"]),
     "the sequence": (warm_up(9), warm_up(9, milestone=7), ["scheduler.milestones"]),
     "within a chain": (chained(0.9), chained(0.5), ["scheduler.1.gamma"]),
+    "of a callable object": (
+        of(schedules.LambdaLR, Linear(6)),
+        of(schedules.LambdaLR, Linear(12)),
+        ["scheduler.lr_lambdas.0.total"],
+    ),
     "of one group": (
         for_group(0, of(schedules.CosineAnnealingLR, 5)),
         for_group(0, of(schedules.CosineAnnealingLR, 12)),
@@ -187,3 +202,28 @@ def test_after_an_override_that_cannot_be_applied_nothing_is_saved_until_a_load(
             manager.save(1)
         manager.resume()
         manager.save(7, wait=True)
+
+
+def test_another_function_of_a_plain_loop_is_used_and_said() -> None:
+    """Functions are not saved; one that gives the run's rates is no change."""
+    store = MemoryStore()
+
+    def resumed(total: int, until: int) -> tuple[tuple[str, ...], list[float]]:
+        run, rates = new_run(seed=0), []
+        schedule = schedules.LambdaLR(run.optimizer, lambda step: 1 - step / total)
+        state = {"model": run.model, "optimizer": run.optimizer, "scheduler": schedule}
+        with CheckpointManager(store, state) as manager:
+            found = manager.resume()
+            for _ in range(found.step if found else 0, until):
+                run.optimizer.step()
+                schedule.step()
+                rates.append(schedule.get_last_lr()[0])
+            manager.save(until, wait=True)
+        return (found.notes if found else ()), rates
+
+    resumed(10, 4)
+    assert not any("function" in note for note in resumed(10, 5)[0])
+    notes, rates = resumed(20, 7)
+    assert any("scheduler: the script's function" in note for note in notes)
+    base = rates[0] / (1 - 6 / 20)
+    assert rates == pytest.approx([base * (1 - step / 20) for step in (6, 7)])

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from holdfast.errors import UsageError
 from holdfast.state.planning.overrides import OptimizerOptions, copied, is_number, set_option
+from holdfast.state.probing import undisturbed_generators
 
 NO_SETTINGS = frozenset(
     {"params", "param_names", "self", "optimizer", "last_epoch", "verbose", "schedulers"}
@@ -31,7 +34,7 @@ _STORED_AS = {"_milestones": "milestones", "max_lrs": "max_lr", "min_lrs": "min_
 """Attributes of torch's schedulers that keep an argument of another name."""
 _COMPUTED = frozenset({"total_size", "step_ratio"})
 """Attributes that `CyclicLR` computes from its arguments."""
-_INNER = "_schedulers"
+_INNER, _FUNCTIONS = "_schedulers", "lr_lambdas"
 _BASE = "initial_lr"
 _RATES = ("lr", _BASE, "max_lr", "min_lr")
 _CYCLED = ("momentum", "betas", "base_momentum", "max_momentum")
@@ -70,8 +73,21 @@ def _iterate_settings(
             yield ScheduleSetting(
                 component=component, path=f"{where}.{name}", name=name, owner=owner, key=key
             )
+    for number, function in enumerate(_callable_objects(scheduler)):
+        for key in sorted(vars(function)):
+            path = f"{where}.{_FUNCTIONS}.{number}.{key}"
+            yield ScheduleSetting(
+                component=component, path=path, name=key, owner=vars(function), key=key
+            )
     for number, inner in enumerate(owner.get(_INNER, ())):
         yield from _iterate_settings(component, f"{where}.{number}", inner)
+
+
+def _callable_objects(scheduler: LRScheduler) -> list[Any]:
+    """List the objects that a scheduler calls and saves the attributes of, each once."""
+    functions = vars(scheduler).get(_FUNCTIONS, ())
+    objects = {id(one): one for one in functions if not isinstance(one, FunctionType)}
+    return [one for one in objects.values() if hasattr(one, "__dict__")]
 
 
 def check_override(state: Mapping[str, Any], override: Collection[str]) -> None:
@@ -159,6 +175,9 @@ class _Copy:
                 made.optimizer = self._optimizer  # type: ignore[assignment]
             elif key == _INNER:
                 vars(made)[key] = [self._copy_scheduler(inner) for inner in value]
+            elif key == _FUNCTIONS:
+                copies = {id(one): copy.copy(one) for one in value}
+                vars(made)[key] = [copies[id(one)] for one in value]
             elif isinstance(value, list | dict):
                 vars(made)[key] = copy.copy(value)
         return made
@@ -225,8 +244,10 @@ def _steps(scheduler: LRScheduler) -> int:
 def _take_over(live: LRScheduler, made: LRScheduler) -> None:
     for inner, own in zip(getattr(live, _INNER, ()), getattr(made, _INNER, ()), strict=True):
         _take_over(inner, own)
-    state = {key: value for key, value in vars(made).items() if key not in ("optimizer", _INNER)}
-    vars(live).update(state)
+    for function, own in zip(_callable_objects(live), _callable_objects(made), strict=True):
+        vars(function).update(vars(own))
+    kept = ("optimizer", _INNER, _FUNCTIONS)
+    vars(live).update((key, value) for key, value in vars(made).items() if key not in kept)
 
 
 _PLAIN = (bool, int, float, str, tuple, list, Counter, type(None))
@@ -236,6 +257,7 @@ class Settings:
     """Current settings of a state, to be compared after a load."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
+        self._state = state
         self._made = [
             (path, how, owner, name, value)
             for path, how, owner, name in _iterate_all_settings(state)
@@ -244,11 +266,30 @@ class Settings:
 
     def replaced(self) -> tuple[str, ...]:
         """List a message for each setting whose value has changed since construction."""
-        return tuple(
+        settings = (
             f"{path}: using {now!r} from the checkpoint, not {made!r} from the script; {how}"
             for path, how, owner, name, made in self._made
             if (now := _current_setting(owner, name)) != made
         )
+        return (*settings, *_changed_functions(self._state))
+
+
+def _changed_functions(state: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for each schedule whose function gives another rate than the run had."""
+    for component, value in state.items():
+        if type(value) is not LambdaLR:
+            continue
+        pairs = zip(value.lr_lambdas, value.base_lrs, value._last_lr, strict=False)
+        with suppress(Exception), undisturbed_generators():  # code of the user
+            for function, base, rate in pairs:
+                own = float(base * function(value.last_epoch))
+                if not math.isclose(own, float(rate), rel_tol=1e-6, abs_tol=1e-12):
+                    yield (
+                        f"{component}: the script's function gives the rate {own:g} at step "
+                        f"{value.last_epoch}, where the run had {float(rate):g}. Functions are not "
+                        "saved: the script's is used from here on"
+                    )
+                    break
 
 
 def made_with(scheduler: LRScheduler, *, only_required: bool = False) -> frozenset[str]:
