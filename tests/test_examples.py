@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from marks import full
-
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 FILES = sorted(path.name for path in FOLDER.glob("*.py"))
 
@@ -79,9 +77,8 @@ SAYS = {
 """What each prints, among other lines, in this order."""
 
 
-@pytest.mark.parametrize(
-    "name", ["plain_loop.py", *full(*(name for name in FILES if name != "plain_loop.py"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", FILES)
 def test_it_runs_from_anywhere_and_says_what_it_shows(name: str, tmp_path: Path) -> None:
     """Invariant 7, R1: those that are killed or preempted compare the bits themselves."""
     folder, temporary = tmp_path / "here", tmp_path / "temporary"

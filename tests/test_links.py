@@ -25,6 +25,7 @@ from holdfast.store.base import ObjectInfo
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing import Fault, FaultyStore
+from marks import full
 
 MIB = 1 << 20
 
@@ -119,14 +120,9 @@ LOSSES = [0.9, 0.8, 0.7, 0.6, 0.55, 1.0, 2.0, 5.0, 0.5, 4.0, 4.0, 0.4, 6.0, 7.0]
     "rule",
     [
         None,
-        Last(2),
-        Last(3),
         Last(2) | Best("loss"),
-        Best("loss"),
-        Best("loss", n=3),
-        EveryNth("3step"),
         EveryNth("5step") | Last(2),
-        Within("1s"),
+        *full(Last(2), Last(3), Best("loss"), Best("loss", n=3), EveryNth("3step"), Within("1s")),
     ],
     ids=str,
 )

@@ -167,6 +167,7 @@ def saved_so(root: Path, way: Way, monkeypatch: pytest.MonkeyPatch) -> list[Path
         return [root / checkpoint.folder for checkpoint in manager.list()]
 
 
+@pytest.mark.full
 def test_damage_to_what_was_saved_otherwise_is_found(
     way_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:

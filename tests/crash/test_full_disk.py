@@ -16,6 +16,7 @@ from holdfast.policy.rules import Last
 from holdfast.saving import save as save_module
 from holdfast.store.local import LocalStore
 from holdfast.store.local.blocks import LocalBlockWriter
+from marks import diagonal
 
 MIB = 1 << 20
 
@@ -38,8 +39,7 @@ def fill(disk: Path, leave: int) -> Path:
     return path
 
 
-@pytest.mark.parametrize("leave_mib", [0, 1, 4, 10, 23])
-@pytest.mark.parametrize("size_mib", [24, 40])
+@pytest.mark.parametrize(("leave_mib", "size_mib"), diagonal([0, 1, 4, 10, 23], [24, 40]))
 def test_a_save_that_does_not_fit_fails_clean(
     small_disk: Path, leave_mib: int, size_mib: int
 ) -> None:

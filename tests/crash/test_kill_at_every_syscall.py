@@ -71,7 +71,7 @@ def test_a_killed_command_can_be_repeated(ram_path: Path, command: str) -> None:
     ("scenario", "stride"),
     [
         ("export", 3),
-        ("import", 24),
+        pytest.param("import", 24, marks=pytest.mark.full),
         pytest.param("export", 1, marks=pytest.mark.full),
         pytest.param("import", 1, marks=pytest.mark.full),
     ],

@@ -20,6 +20,7 @@ def test_no_key_meets_a_nonce_twice_in_ten_million_segments(ram_path: Path) -> N
     assert min(counts["killed"], counts["finished"]) >= 20
 
 
+@pytest.mark.full
 def test_nonces_that_meet_a_key_twice_are_found(ram_path: Path) -> None:
     """R33: where secrets are nothing but random bytes that were drawn before."""
     counts = storm("nonces_storm", ram_path, "--segments", "2000", "--mutant", "only_random")

@@ -20,6 +20,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Stopped
 from holdfast.threads.workers import Background
+from marks import full
 from tiers import LARGE, opened, saved
 from ways import Tiny
 
@@ -100,7 +101,7 @@ def test_an_interrupted_repair_leaves_the_file(local: LocalStore, remote: Memory
     assert mend(local, remote, folder, epoch=1, background=background) == (FILE,)
 
 
-@pytest.mark.parametrize("kind", ["stop_before", "stop_after"])
+@pytest.mark.parametrize("kind", ["stop_after", *full("stop_before")])
 def test_a_stop_anywhere_leaves_what_can_be_mended(
     local: LocalStore, remote: MemoryStore, kind: str
 ) -> None:

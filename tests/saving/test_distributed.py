@@ -33,9 +33,10 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Kind
+from marks import full
 
 
-@pytest.fixture(params=["memory", "local"])
+@pytest.fixture(params=["local", *full("memory")])
 def root(request: pytest.FixtureRequest, ram_path: Path) -> Store:
     return MemoryStore() if request.param == "memory" else LocalStore(ram_path / "run")
 
@@ -138,11 +139,9 @@ def test_what_all_scripts_leave_out_is_logged_by_one_rank_and_the_rest_with_its_
     "options",
     [
         {"overlap": True},
-        {"overlap": "check"},
         {"compress": "zstd"},
         {"memory_budget": "64MiB"},
-        {"keep": Last(1)},
-        {"preflight": True},
+        *full({"overlap": "check"}, {"keep": Last(1)}, {"preflight": True}),
     ],
     ids=str,
 )

@@ -76,7 +76,8 @@ def cases() -> list[Any]:
             name = f"{'follower' if rank else 'leader'}-{place}-{how}".replace(" ", "_")
             found.append(pytest.param(rank, place, how, False, marks=marks, id=name))
             if place in AGREEMENT:
-                marks = pytest.mark.full if how in ("die", "hang") else ()
+                is_quick = place in ("share", "announce the plan") and how == "raise"
+                marks = () if is_quick else pytest.mark.full
                 found.append(pytest.param(rank, place, how, True, marks=marks, id=f"{name}-anew"))
     return found
 

@@ -24,7 +24,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.threads.workers import Workers
-from marks import diagonal
+from marks import diagonal, full
 
 SIZES = (0, 1, 4097, BLOCK_NBYTES, 2 * BLOCK_NBYTES + 5)
 
@@ -215,7 +215,7 @@ def test_an_encoder_that_fails_ends_everything(
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("op", ["create", "write", "finish"])
+@pytest.mark.parametrize("op", ["write", *full("create", "finish")])
 def test_a_store_that_fails_ends_the_encoding_too(
     tmp_path: Path, pools: tuple[Workers, Workers], op: str
 ) -> None:

@@ -74,6 +74,7 @@ def rank(
         yield lambda: stack.enter_context(Rank(root, tmp_path))
 
 
+@pytest.mark.full
 @on("moto", "gcs")
 def test_four_ranks_fetch_each_byte_once(
     proxy: FaultProxy,

@@ -13,6 +13,7 @@ from holdfast.keys import SecretKey
 from holdfast.root.catalog import Catalog
 from holdfast.store import open_store
 from holdfast.store.memory import MemoryStore
+from marks import full
 from servers.fixtures import on, use
 from servers.program import Service
 from stores.test_costs import Bill
@@ -23,7 +24,7 @@ SEALS = Encryption(keys=SecretKey(bytes(range(32))))
 @on("moto")
 @pytest.mark.parametrize(
     "options",
-    [{}, {"compress": "zstd"}, {"compress": "zstd", "encrypt": SEALS}],
+    [*full({}, {"compress": "zstd"}), {"compress": "zstd", "encrypt": SEALS}],
     ids=["plain", "zstd", "zstd-encrypted"],
 )
 def test_ranks_share_a_bucket(
@@ -63,6 +64,7 @@ def test_ranks_share_a_bucket(
             assert all_of(on_ranks(num_ranks, load)) == [saved[0]] * num_ranks
 
 
+@pytest.mark.full
 @on("moto")
 @pytest.mark.parametrize("encrypt", [None, SEALS], ids=["plain", "encrypted"])
 def test_ranks_share_a_local_tier_and_the_leader_sends(
