@@ -361,3 +361,37 @@ def test_files_that_a_checkpoint_carries_along_go_into_the_folder(tmp_path: Path
 def test_a_model_folder_without_a_config_says_what_it_lacks(tmp_path: Path) -> None:
     made = write(model_of(tensors()), tmp_path / "hf", "hf")
     assert [note for note in made.notes if "--config PATH" in note]
+
+
+PEFT = Path(__file__).resolve().parents[1] / "golden" / "peers" / "peft"
+
+
+@pytest.mark.parametrize("adapter", ["default", "second"])
+def test_an_adapter_is_what_peft_itself_writes_of_it(adapter: str, tmp_path: Path) -> None:
+    """LoRA and DoRA, of layers and embeddings, with biases and modules that are trained whole."""
+    out, beside = tmp_path / "out", PEFT / "adapters"
+    theirs = beside if adapter == "default" else beside / adapter
+    export_checkpoint(PEFT / "state.pt", out, to="peft", config=beside, adapter=adapter)
+    found, expected = (load_file(one / "adapter_model.safetensors") for one in (out, theirs))
+    assert found.keys() == expected.keys()
+    assert all(same(found[name], one) for name, one in expected.items())
+    configs = [(one / "adapter_config.json").read_bytes() for one in (out, theirs)]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"config": PEFT / "adapters"}, "it has default, second: name one with --adapter"),
+        ({"config": PEFT / "adapters", "adapter": "third"}, "no adapter 'third'"),
+        ({"adapter": "second"}, "needs adapter_config.json"),
+        ({"to": "hf"}, "write its adapter with --to peft"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_could_not_be_loaded_is_refused(
+    options: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=named):
+        export_checkpoint(PEFT / "state.pt", tmp_path / "out", **{"to": "peft", **options})
+    assert not [*tmp_path.iterdir()]

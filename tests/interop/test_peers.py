@@ -70,6 +70,7 @@ SAMPLES = (
         tied={"lm_head.weight": "transformer.wte.weight"},
         left_out=("training_args.bin",),
     ),
+    Sample(path="peft/state.pt", format="torch", components={"model": "state.pt|model"}),
     Sample(
         path="accelerate/state",
         format="accelerate",

@@ -73,7 +73,7 @@ def _(user: User) -> None:
     user.holdfast("import", "--trust", "w.pt", user.new, "--step", 1)
 
 
-@case("`holdfast export --to hf` of a model of PEFT", names="save_pretrained")
+@case("`holdfast export --to hf` of a model of PEFT", names="--to peft")
 def _(user: User) -> None:
     names = ("base_model.model.w", "base_model.model.w.lora_A.default.weight")
     torch.save({"model": {name: torch.ones(2) for name in names}}, "w.pt")

@@ -259,7 +259,7 @@ def _build_import_answer(
         "--to",
         None,
         "Format to write.",
-        type=click.Choice(["hf", "safetensors", "pt", "dcp"]),
+        type=click.Choice(["hf", "peft", "safetensors", "pt", "dcp"]),
         required=True,
     ),
     options.components,
@@ -271,6 +271,7 @@ def _build_import_answer(
         "Also copy this file, or the files in this folder.",
         type=PATH,
     ),
+    option("--adapter", "NAME", "Name of the adapter, for peft. [default: the only one]"),
     option(
         "--dtype",
         None,
@@ -295,6 +296,7 @@ def export_checkpoint(
     components: Sequence[str],
     rules: Sequence[str],
     configs: Sequence[Path],
+    adapter: str | None,
     dtype: Dtype | None,
     shard_size: str | None,
     allow_loss: bool,
@@ -303,8 +305,9 @@ def export_checkpoint(
 ) -> Answer:
     """Write a checkpoint in the format of another library.
 
-    hf is a folder for from_pretrained, safetensors a file (a folder with --shard-size), pt a file
-    for torch.load, and dcp a folder for PyTorch Distributed Checkpoint. Without @WHICH, the latest.
+    hf is a folder for from_pretrained, peft one for PeftModel.from_pretrained, safetensors a file
+    (a folder with --shard-size), pt a file for torch.load, and dcp a folder for PyTorch Distributed
+    Checkpoint. peft needs --config with the adapter_config.json. Without @WHICH, the latest.
     --component is by default model, or the only module. The output lists which values were skipped
     or converted.
     """
@@ -313,7 +316,7 @@ def export_checkpoint(
     out = Path(output)
     expect_free(out)
     if to == "dcp":
-        if components or rules or configs or dtype or shard_size or dry_run:
+        if components or rules or configs or adapter or dtype or shard_size or dry_run:
             raise UsageError("--to dcp: writes the whole checkpoint and takes no other option")
         if not is_foreign(target):
             return _export_dcp(target, out, unsafe_pickle=unsafe_pickle)
@@ -330,6 +333,7 @@ def export_checkpoint(
         components=components,
         rename=read_rules(rules),
         configs=configs,
+        adapter=adapter,
         dtype=dtype,
         shard_nbytes=None if shard_size is None else nbytes_of(shard_size),
         allow_loss=allow_loss,
@@ -351,6 +355,10 @@ def export_checkpoint(
             dry_run=dry_run,
         )
     loading = [_loading(output, components, export.names)] if is_one_file else []
+    if to == "peft":
+        loading = [
+            f"load it: from peft import PeftModel; PeftModel.from_pretrained(base, {output!r})"
+        ]
     return _build_export_answer(document, plan.nbytes, target, loading)
 
 

@@ -23,7 +23,7 @@ TORCH = ("torch==2.13.0", "numpy==2.4.6", "setuptools<81")
 PLAIN = (
     *TORCH,
     *("lightning==2.6.6", "transformers==5.23.0", "accelerate==1.15.0", "pytorch-ignite==0.5.5"),
-    "safetensors==0.8.0",
+    *("safetensors==0.8.0", "peft==0.21.2"),
 )
 OLMO = (*TORCH, "ai2-olmo-core==3.0.0")
 COMPOSER = (
@@ -56,6 +56,7 @@ PEERS: dict[str, str] = {
     "lightning": "plain",
     "transformers": "plain",
     "accelerate": "plain",
+    "peft": "plain",
     "ignite": "plain",
     "dcp": "plain",
     "dcp24": "cerebras",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 from holdfast.arguments import check_arguments
 from holdfast.errors import StoreError, UsageError
 from holdfast.format.nodes import ArrayRef
+from holdfast.interop.exporting import adapter as adapters
 from holdfast.interop.exporting.files import (
     ExportPlan,
     PlannedFile,
@@ -35,10 +37,11 @@ from holdfast.interop.renaming import RenameRules
 from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_no_loss
 from holdfast.interop.sources.huggingface import FILES
 
-Form: TypeAlias = Literal["hf", "safetensors", "pt"]
+Form: TypeAlias = Literal["hf", "peft", "safetensors", "pt"]
 SHARD_NBYTES = 5_000_000_000
 """Most bytes of a file of weights in a folder of a model, as transformers has it."""
-_OF_WEIGHTS = ("hf", "safetensors")
+_OF_WEIGHTS = ("hf", "peft", "safetensors")
+_OF_FOLDERS = ("hf", "peft")
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 
@@ -54,6 +57,8 @@ class ExportOptions:
     """Rules for the names in the model."""
     configs: Sequence[Path] = ()
     """Files, or folders of them, that are copied beside the weights."""
+    adapter: str | None = None
+    """The adapter of a PEFT model to write; None: the only one."""
     dtype: Dtype | None = None
     """Type to which floats of the model are cast; None: they stay."""
     shard_nbytes: int | None = None
@@ -129,6 +134,8 @@ class Export:
         if options.to == "safetensors":
             self.names = [one.name for one in weights.tensors]
             return self._plan_safetensors(weights)
+        if options.to == "peft":
+            return self._plan_adapter(weights)
         files = plan_model(
             source,
             weights,
@@ -160,6 +167,28 @@ class Export:
             report=self._report_progress,
         )
 
+    def _plan_adapter(self, weights: ExportedTensors) -> list[PlannedFile]:
+        source, name = self._source, self._options.adapter
+        # What the base model holds is not of the adapter, and no loss.
+        self.plan.left_out.clear()
+        configs = adapters.find_config(self._options.configs, name)
+        beside = _list_beside(source, configs, self.plan)
+        config = beside.get(adapters.CONFIG)
+        found = adapters.parse_config(None if config is None else _read_planned(config))
+        chosen = adapters.select_adapter(weights, name, found, where=source.url)
+        self._leave({weights.component, FILES}, "a folder of an adapter holds its weights alone")
+        return [
+            *plan_safetensors(
+                source,
+                chosen,
+                shard_nbytes=None,
+                single=adapters.WEIGHTS,
+                cast=self._cast,
+                report=self._report_progress,
+            ),
+            *beside.values(),
+        ]
+
     def _leave(self, written: Collection[str], why: str) -> None:
         self.plan.left_out += [
             LeftOut(path=name, why=why) for name in self._source.parts if name not in written
@@ -185,9 +214,10 @@ def _refuse_unused_options(options: ExportOptions) -> None:
     to = options.to
     unused = {
         "--map": bool(options.rename) and to not in _OF_WEIGHTS,
-        "--config": bool(options.configs) and to != "hf",
+        "--config": bool(options.configs) and to not in _OF_FOLDERS,
+        "--adapter": options.adapter is not None and to != "peft",
         "--dtype": options.dtype is not None and to not in _OF_WEIGHTS,
-        "--shard-size": options.shard_nbytes is not None and to not in _OF_WEIGHTS,
+        "--shard-size": options.shard_nbytes is not None and to not in ("hf", "safetensors"),
     }
     wrong = [name for name, is_unused in unused.items() if is_unused]
     if wrong:
@@ -205,6 +235,7 @@ def export_checkpoint(
     components: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
     config: str | os.PathLike[str] | None = None,
+    adapter: str | None = None,
     dtype: Dtype | None = None,
     shard_nbytes: int | None = None,
     allow_loss: bool = False,
@@ -212,7 +243,8 @@ def export_checkpoint(
 ) -> Exported:
     """Write a checkpoint, or a file of weights of any known format, in another library's format.
 
-    `to`: `hf` (a folder for `from_pretrained`), `safetensors`, `pt` (for `torch.load`).
+    `to`: `hf` (a folder for `from_pretrained`), `peft` (a LoRA adapter for
+    `PeftModel.from_pretrained`, by the name `adapter`), `safetensors`, `pt` (for `torch.load`).
     `components` are the ones to write, `rename` maps patterns of the names in the model to new
     names, `config` is a file or a folder of files to copy, `dtype` is the dtype for floats.
     `out` must not exist; it appears when it is whole. Keeps a few pieces in memory.
@@ -230,6 +262,7 @@ def export_checkpoint(
         components=[*components],
         rename=RenameRules((rename or {}).items()),
         configs=[] if config is None else [Path(config)],
+        adapter=adapter,
         dtype=dtype,
         shard_nbytes=shard_nbytes,
         allow_loss=allow_loss,
@@ -240,8 +273,6 @@ def export_checkpoint(
 
 
 _CONFIG = "config.json"
-_PEFT = "base_model.model."
-"""First part of all names in a model that PEFT has wrapped."""
 _MAX_NBYTES = 64 << 20
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".index.json")
 _CODE = (".py", ".pyc", ".so")
@@ -260,15 +291,14 @@ def plan_model(
     report: Report,
 ) -> list[PlannedFile]:
     """Plan the folder of a model, which `from_pretrained` reads: weights, config and tokenizer."""
-    wrapped = next((one.name for one in weights.tensors if one.name.startswith(_PEFT)), None)
+    names = (one.name for one in weights.tensors)
+    wrapped = next((name for name in names if name.startswith(adapters.PREFIX)), None)
     if wrapped is not None:
         raise UsageError(
-            f"{source.url}: {weights.component} is a PEFT model ({wrapped}), and from_pretrained "
-            "reads its names neither as a model nor as an adapter. Load it with "
-            "holdfast.load_weights(ROOT, model) and write it with model.save_pretrained(FOLDER), "
-            "or rename it with --map"
+            f"{source.url}: {weights.component} is a PEFT model ({wrapped}): write its adapter "
+            "with --to peft, or the merged model with model.merge_and_unload().save_pretrained(…)"
         )
-    beside = _beside(source, configs, plan)
+    beside = _list_beside(source, configs, plan)
     if _CONFIG not in beside:
         plan.notes.append(
             f"no {_CONFIG}: from_pretrained needs one beside the weights; --config PATH gives it"
@@ -283,7 +313,9 @@ def plan_model(
     ]
 
 
-def _beside(source: Source, configs: Sequence[Path], plan: ExportPlan) -> dict[str, PlannedFile]:
+def _list_beside(
+    source: Source, configs: Sequence[Path], plan: ExportPlan
+) -> dict[str, PlannedFile]:
     found: dict[str, PlannedFile] = {}
     part = source.parts.get(FILES)
     if part is not None and isinstance(part.tree, Mapping):
@@ -350,14 +382,16 @@ def _read_file_bytes(path: Path) -> bytes:
         raise StoreError(f"{path}: cannot be read: {error}") from error
 
 
+def _read_planned(file: PlannedFile) -> bytes:
+    text = io.BytesIO()
+    file.write(text)
+    return text.getvalue()
+
+
 def _with_dtype(config: PlannedFile, name: str) -> bytes:
     """Return a config that tells the dtype to which the weights are cast, as loading follows it."""
-    import io
-
-    text = io.BytesIO()
-    config.write(text)
     try:
-        found = json.loads(text.getvalue())
+        found = json.loads(_read_planned(config))
     except ValueError as error:
         raise UsageError(f"{config.name}: not JSON: {error}") from error
     if not isinstance(found, dict):
