@@ -56,12 +56,16 @@ def test_copies_are_the_same_bytes_and_a_run_goes_on_from_them(
     assert steps(copy_root) == [400, 300, 100]
 
 
-def test_pins_and_tags_are_copied(holdfast: Command, root: Path, tmp_path: Path) -> None:
+def test_pins_tags_and_later_metrics_are_copied(
+    holdfast: Command, root: Path, tmp_path: Path
+) -> None:
     copy_root = tmp_path / "copy"
+    assert holdfast("metric", f"{root}@paper", "acc=0.5", "loss=9", "--replace").code == 0
     assert holdfast("cp", root, copy_root, "--all").code == 0
     assert holdfast("show", f"{copy_root}@paper", "--json").document["checkpoint"]["step"] == 200
     listed = holdfast("ls", copy_root, "--json").document["checkpoints"]
     assert [entry["pinned"] for entry in listed] == [False, False, True]
+    assert (listed[1]["metrics"]["acc"], listed[1]["metrics"]["loss"]) == (0.5, 9.0)
 
 
 def test_a_copy_that_is_there_already_changes_nothing(

@@ -4,6 +4,7 @@ of one that saves with overlap, in waves, or links what has not changed (ways_st
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,3 +55,23 @@ def test_the_storm_catches(tmp_path: Path, mutant: str) -> None:
     """R1: our own code with its order broken does not pass."""
     counts = storm("storm", tmp_path / "run", "--kills", "30", "--mutant", mutant)
     assert counts["bad"] > 0, counts
+
+
+def _check_evaluations(folder: Path, *options: str) -> dict[str, Any]:
+    """Rule 12: once each, none deleted without a value, and `best` is the best of all."""
+    counts = harmless(storm("evaluations_storm", folder / "run", *options))
+    assert counts["saved"] >= counts["killed"]
+    return counts
+
+
+def test_killed_evaluators_measure_each_checkpoint_once(tmp_path: Path) -> None:
+    """Two evaluators beside a training."""
+    _check_evaluations(tmp_path, "--kills", "3", "--only-evaluators")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(2))
+def test_fifty_kills_of_evaluators_and_their_training(tmp_path: Path, seed: int) -> None:
+    counts = _check_evaluations(tmp_path, "--kills", "50", "--seed", str(seed))
+    assert counts["again"] >= 5  # they were killed within evaluations

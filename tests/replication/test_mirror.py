@@ -13,6 +13,7 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import Retired
 from holdfast.maintenance.delete import prune_checkpoints
+from holdfast.ownership.annotations import annotate
 from holdfast.ownership.claim import is_closed
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import All, Best, EveryNth, Last
@@ -413,6 +414,24 @@ def test_pins_and_tags_are_in_both_tiers(local: LocalStore, remote: Store) -> No
         saved(manager, tiny, 4, 5)
     assert steps_in(remote) == [5, 3, 1]
     assert steps_in(local) == [5, 3, 1]
+
+
+def test_metrics_that_are_added_in_one_tier_count_in_both(local: LocalStore, remote: Store) -> None:
+    """Also if the local copy is deleted before the next upload."""
+    tiny, keep = Tiny(), "last:1,best:acc:max:1:wait=9"
+    tiered = Tiered(local, remote, keep_local=keep, keep_remote=keep)
+    with opened(tiered, tiny) as manager:
+        manager.resume()
+        saved(manager, tiny, 1, 2, 3)
+        manager.wait()
+        for store, step, value in ((local, 1, 0.5), (remote, 2, 0.9), (local, 3, 0.1)):
+            annotate(store, Catalog(store).find_checkpoint(step), metrics={"acc": value})
+        saved(manager, tiny, 4, 5)
+        manager.wait()
+        saved(manager, tiny, 6)
+    for store in (local, remote):
+        assert steps_in(store) == [6, 5, 4, 2]
+        assert Catalog(store).find_checkpoint(2).metrics == {"acc": 0.9}
 
 
 def test_a_prune_from_outside_leaves_what_waits(local: LocalStore) -> None:

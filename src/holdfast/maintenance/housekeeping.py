@@ -78,6 +78,10 @@ class Housekeeper:
                     claim, has_committed=owner.has_committed, unclear=owner.unclear
                 )
 
+    def list_judged(self) -> list[Entry]:
+        """List the checkpoints that the last retention judged, newest first."""
+        return [item.entry for item in self._deleter.report.planned]
+
     def delete_local_copy(self, folder: str) -> None:
         """Delete the copy here of a checkpoint that the other tier has. Thread-safe."""
         owner, name = self._owner, parse_attempt(folder)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from holdfast.arguments import check_arguments, escaped
@@ -117,32 +118,36 @@ def annotate_copies(catalog: Catalog, which: str | int, **notes: Any) -> None:
 
 
 def copy_marks(source: Store, target: Store, name: layout.AttemptName) -> None:
-    """Copy the pin, tags and late metrics of a checkpoint to its copy, if that exists.
+    """Copy the pin, tags and later metrics of a checkpoint to its copy, if that exists.
 
     Between tiers a pin is set in the local one first, and then in the remote one if that has a
     copy, so that either the pin or the upload sees the other. Pins of the copy alone stay.
     """
     marks = Catalog(source).marks(str(name))
-    metrics = marks.notes.metrics
-    copy = Catalog(target).entry(name) if marks.pinned or marks.tags or metrics else None
+    copy_metrics(marks, target, name)
+    copy = Catalog(target).entry(name) if marks.pinned or marks.tags else None
     if copy is None:
         return
-    # The copy may have later values of its own.
-    new = {n: value for n, value in metrics.items() if n not in copy.marks.notes.metrics}
-    if copy.marks.pinned >= marks.pinned and {*copy.marks.tags} >= {*marks.tags} and not new:
+    if copy.marks.pinned >= marks.pinned and {*copy.marks.tags} >= {*marks.tags}:
         return
     try:
-        annotate(
-            target,
-            copy,
-            add_tags=marks.tags,
-            pinned=marks.pinned or None,
-            metrics=new,
-            replace=True,
-        )
+        annotate(target, copy, add_tags=marks.tags, pinned=marks.pinned or None)
     except NotSealed:
-        if marks.pinned or marks.tags:
-            annotate(target, copy, pinned=True)  # a pin keeps what the tags would keep
+        annotate(target, copy, pinned=True)  # a pin keeps what the tags would keep
+
+
+def copy_metrics(marks: Marks, target: Store, name: layout.AttemptName) -> None:
+    """Copy the later metrics of a checkpoint to its copy, if that exists and can take them.
+
+    Values that the copy was given itself stay.
+    """
+    metrics = marks.notes.metrics
+    copy = Catalog(target).entry(name) if metrics else None
+    known = copy.marks.notes.metrics if copy is not None else metrics
+    new = {metric: value for metric, value in metrics.items() if metric not in known}
+    if copy is not None and new:
+        with suppress(NotSealed, NoCheckpoint):
+            annotate(target, copy, metrics=new, replace=True)
 
 
 def expect_removable(entry: Entry, tags: Iterable[str]) -> None:

@@ -40,7 +40,7 @@ from holdfast.format.records import UploadState
 from holdfast.maintenance.housekeeping import Housekeeper, UploadQueries
 from holdfast.maintenance.retention import Deleter, candidate
 from holdfast.maintenance.verify import verify
-from holdfast.ownership.annotations import copy_marks
+from holdfast.ownership.annotations import copy_marks, copy_metrics
 from holdfast.ownership.claim import Choice, Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.ownership.owner import Following, Ownership
 from holdfast.ownership.tiered import TieredOwnership
@@ -390,10 +390,11 @@ class Mirror(UploadQueries):
         if self._queue.waits(entry):
             return "its upload has not ended"
         marks = Catalog(self._local).marks(entry.folder)
-        if not (marks.pinned or marks.tags):
+        has_new = not {*marks.notes.metrics} <= {*entry.marks.notes.metrics}
+        if not (marks.pinned or marks.tags or has_new):
             return ""
         copy_marks(self._local, self._remote, entry.name)
-        return "it is pinned or tagged in the local tier"
+        return "it is pinned or tagged in the local tier, or has new metrics there"
 
     def _claim_remote(self) -> None:
         """Claim the remote tier and list its checkpoints; called once after each claim."""
@@ -410,6 +411,7 @@ class Mirror(UploadQueries):
             if entry.folder in local:
                 sync_checkpoint(self._remote, entry.folder)
                 copy_marks(self._local, self._remote, entry.name)
+                copy_metrics(entry.marks, self._local, entry.name)
                 self._queue.record_uploaded(
                     entry, suspect=self._what_lacks(entry, remote[entry.folder])
                 )
@@ -543,16 +545,28 @@ class Mirror(UploadQueries):
         self._queue.note_tiers(epoch=self._remote_epoch, entry=entry, cost=cost)
         self._remote_chores.trust(entry)
         newest = max((copy.order for copy in self._queue.resumable_there), default=entry.order)
+        self._send_metrics()
         if self._queue.is_on_line(entry) and entry.order >= newest:
             self._remote_chores.apply_retention(entry)
         else:
             self._remote_chores.retain()  # `latest` moves forward only, and in the run's lineage
+        for there in self._remote_chores.list_judged():
+            copy_metrics(there.marks, self._local, there.name)
         if cost.is_all:  # then every byte of the local copy was read and found right
             self.chores.trust(entry)
         self.chores.retain()
         if self._options.keep_local == 0 and self._may_release:
             self.chores.delete_local_copy(entry.folder)
         self._queue.refresh()
+
+    def _send_metrics(self) -> None:
+        """Copy metrics that were added in the local tier since the last upload."""
+        sent = self._queue.sent_metrics
+        for entry in self.chores.list_judged():
+            names = {*entry.marks.notes.metrics}
+            if not (names <= sent.get(entry.folder, set()) or self._queue.waits(entry)):
+                copy_metrics(entry.marks, self._remote, entry.name)
+                sent[entry.folder] = names
 
     def _release_rest(self) -> None:
         """With `keep_local=0`, delete local copies whose earlier uploads are read back whole."""

@@ -69,6 +69,8 @@ class UploadQueue:
         """Folders that cannot be uploaded at all."""
         self._suspect: dict[str, str] = {}
         """Why the remote copy must not be relied on, by folder."""
+        self.sent_metrics: dict[str, set[str]] = {}
+        """Names of later metrics that were copied to the remote tier, by folder."""
         self._sending = ""
         """The folder that is being uploaded. It is kept even if no longer wanted: where saves come
         faster than uploads end, no upload would ever end."""
@@ -199,6 +201,8 @@ class UploadQueue:
                 return f"what {self._where} has is not known yet"
             if entry.folder in self._waiting or entry.folder == self._sending:
                 return f"it waits for its upload to {self._where}"
+            if not {*entry.marks.notes.metrics} <= self.sent_metrics.get(entry.folder, set()):
+                return f"its later metrics are not in {self._where} yet"
             return self._suspect.get(entry.folder, "")
 
     def is_too_far_behind(self, now: Timestamp, lag: Lag) -> bool:
