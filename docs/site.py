@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}
 """The languages of examples, by suffix."""
+BADGE = re.compile(r"^\[?!\[[^]]*\]\(https://.*\n", re.MULTILINE)
 SECTION = re.compile(r"^<!-- README\.md: (.+) -->$", re.MULTILINE)
 
 
@@ -96,8 +97,9 @@ def section(title: str) -> str:
     match = re.search(rf"^##? {re.escape(title)}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     if match is None:
         raise ValueError(f"README.md has no section {title!r}, which a page asks for")
-    # Tests are no pages of the site.
-    text = re.sub(r"\[([^\]]+)\]\((tests/[^)]+)\)", r"\1: `\2`", match[1])
+    # Nothing on the site is fetched from elsewhere, as badges are. Tests are no pages of the site.
+    text = BADGE.sub("", match[1])
+    text = re.sub(r"\[([^\]]+)\]\((tests/[^)]+)\)", r"\1: `\2`", text)
     return (
         text.strip().replace("](docs/", "](").replace("](examples/README.md", "](examples/index.md")
     )

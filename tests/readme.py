@@ -54,6 +54,13 @@ def loop() -> str:
     return block
 
 
+def changed_loop() -> str:
+    """The loop at the top of the README, with the lines of its diff."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    (diff,) = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] != "-")
+
+
 def prove(root: str, kill_at: int = 0) -> None:
     """Train that loop into a root, as the section "Check that a resume is exact" says."""
     (seeds,) = code_under("Check that a resume is exact")

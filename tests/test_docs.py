@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import readme
+from holdfast.version import __version__
 from tags import README, ROW, files_of_tags, filled, tags_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,6 +42,37 @@ def test_the_loop_of_the_readme_trains_saves_and_goes_on(
 def test_the_loop_of_the_readme_is_short() -> None:
     lines = [line for line in readme.loop().splitlines() if line.strip()]
     assert len(lines) <= 14
+
+
+def test_the_diff_of_the_readme_makes_a_loop_that_resumes_within_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 7: the loop is interrupted in step 60, when step 50 is saved."""
+    monkeypatch.chdir(tmp_path)
+    code = f"import holdfast\n{readme.changed_loop()}".replace("500step", "50step")
+    seen: list[int] = []
+
+    def train_step(batch: object, stop_at: int) -> float:
+        seen.append(len(seen))
+        if len(seen) == stop_at:
+            raise KeyboardInterrupt
+        return 0.5
+
+    names = {**readme.toy(), "train_step": lambda batch: train_step(batch, 60)}
+    with pytest.raises(KeyboardInterrupt):
+        exec(code, names)
+    names.pop("checkpoints").close()
+    seen.clear()
+    names = {**readme.toy(), "train_step": lambda batch: train_step(batch, 0)}
+    exec(code, names)
+    names["checkpoints"].close()
+    assert names["step"] == 80
+    assert len(seen) == 80 - 50
+
+
+def test_the_tag_to_install_is_this_version() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert re.findall(r"holdfast@v([\w.]+)", text) == [__version__]
 
 
 def broken_links(page: Path) -> Iterator[str]:
