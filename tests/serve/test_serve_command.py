@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -85,6 +86,14 @@ def test_ctrl_c_ends_it_also_while_a_root_does_not_answer(run_root: Path) -> Non
             assert b"Reading the root" in reply.read()
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=15) == 130
+
+
+def test_a_folder_stands_for_the_roots_in_it(run_root: Path, tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        shutil.copytree(run_root, tmp_path / name, symlinks=True)
+    (tmp_path / "notes").mkdir()
+    with command(tmp_path) as (_, said):
+        assert [run["name"] for run in said["runs"]] == ["a", "b"]
 
 
 BRIEFLY = ("--timeout", "0.3s")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import as_completed
 from contextvars import copy_context
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,6 +20,8 @@ from holdfast.cli.options import argument, command, option, several
 from holdfast.cli.output import Code, give_line, printable, write_message
 from holdfast.cli.target import open_root
 from holdfast.errors import TransientStoreError, UsageError
+from holdfast.root.catalog import is_root
+from holdfast.store.local import LocalStore
 from holdfast.threads.workers import Workers
 
 DEFAULT_PORT = 8770
@@ -69,7 +72,7 @@ class ServeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 @command(
     "serve",
-    argument("roots", "ROOT...", "Folders or URLs of runs.", nargs=-1),
+    argument("roots", "ROOT...", "Roots of runs, or folders that hold such roots.", nargs=-1),
     option(
         "--port",
         "N",
@@ -121,6 +124,7 @@ def serve(
     from holdfast.cli.web.routes import make_app
     from holdfast.cli.web.runs import names_of
 
+    roots = _find_roots(roots)
     names = names_of(roots)
     unreachable = _find_unreachable([*names.values()])
     access = Access(prefix=prefix, hosts=frozenset(map(str.lower, allow_hosts)))
@@ -142,6 +146,19 @@ def serve(
         browsers.close_pool()
         uvicorn.Server(uvicorn.Config(app, **SERVER)).run(sockets=[listener])
     return Code.OK
+
+
+def _find_roots(given: Sequence[str]) -> list[str]:
+    """Return the roots, in place of a local folder that is none the roots in it."""
+    found: list[str] = []
+    for root in given:
+        folder = Path(root)
+        inside: list[str] = []
+        if "://" not in root and folder.is_dir() and not is_root(LocalStore(folder)):
+            folders = [one for one in sorted(folder.iterdir()) if one.is_dir()]
+            inside = [str(one) for one in folders if is_root(LocalStore(one))]
+        found += inside or [root]
+    return found
 
 
 def _find_unreachable(roots: Sequence[str]) -> Mapping[str, str]:
