@@ -100,7 +100,7 @@ def test_the_pictures_of_the_docs_are_made_and_are_small(
     chromium: Chromium, run_root: Path, tmp_path: Path
 ) -> None:
     root = Path(shutil.copytree(run_root, tmp_path / "gpt", symlinks=True))
-    made = pictures.make(chromium, root, tmp_path)
+    made = pictures.make(chromium, [root], tmp_path)
     assert {path.name for path in made} == {path.name for path in pictures.IMAGES.glob("serve-*")}
     for path in (*made, *pictures.IMAGES.glob("serve-*")):
         assert path.stat().st_size < pictures.MAX_NBYTES, path

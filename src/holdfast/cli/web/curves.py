@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,9 @@ from holdfast.cli.documents import is_timing
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_root
 from holdfast.policy.rules import recorded_time
+from holdfast.root import history
 from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.history import HistoryReader
 
 Floats = NDArray[np.float64]
 Axis = Literal["step", "time", "since"]
@@ -63,34 +65,71 @@ class RunCurves(msgspec.Struct, frozen=True, kw_only=True):
         return {name: found[name] for name in sorted(found, key=rank_metric)}
 
 
-def read_curves(root: str) -> Answer:
-    """Read the metrics of a run."""
-    catalog = Catalog(open_root(root))
-    entries, _ = catalog.survey()
-    lineage = {str(name) for name in catalog.lineage()}
-    newest = max(entries, key=lambda entry: entry.order, default=None)
-    branches = {entry.name.epoch: [entry] for entry in entries if entry.folder not in lineage}
-    for entry in entries:
-        if entry.name.epoch in branches and entry.folder not in lineage:
-            branches[entry.name.epoch].append(entry)
-    curves = [*_curves_of([entry for entry in entries if entry.folder in lineage], 0)]
-    for epoch, left in branches.items():
-        curves += _curves_of(left, epoch)
-    config = {} if newest is None else newest.manifest.config
-    return Answer(document=RunCurves(curves=tuple(curves), config=config), parts=[])
+class CurveReader:
+    """Reader of the curves of one run, which reads again only what has changed."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._history: HistoryReader | None = None
+
+    def read_curves(self) -> Answer:
+        """Read metrics from the history, and from checkpoints what it does not have."""
+        store = open_root(self._root)
+        if self._history is None:
+            self._history = HistoryReader(store)
+        history = self._history.read_history()
+        catalog = Catalog(store)
+        entries, _ = catalog.survey()
+        lineage = {str(name) for name in catalog.lineage()}
+        newest = max(entries, key=lambda entry: entry.order, default=None)
+        standing = {name: _to_curve(name, curve) for name, curve in history.curves.items()}
+        saved = _curves_of([entry for entry in entries if entry.folder in lineage])
+        for name, curve in saved.items():
+            standing[name] = curve if name not in standing else _join(standing[name], curve)
+        branches = {branch.epoch: branch.curves for branch in history.branches}
+        curves = [*standing.values()]
+        for epoch, by_name in branches.items():
+            curves += [_to_curve(name, curve, epoch) for name, curve in by_name.items()]
+        for epoch in {entry.name.epoch for entry in entries if entry.folder not in lineage}:
+            if epoch not in branches:  # saved before there was a history, or without
+                own = [entry for entry in entries if entry.name.epoch == epoch]
+                left = [entry for entry in own if entry.folder not in lineage]
+                curves += _curves_of(left, epoch).values()
+        config = {} if newest is None else newest.manifest.config
+        return Answer(document=RunCurves(curves=tuple(curves), config=config), parts=[])
 
 
-def _curves_of(entries: Iterable[Entry], branch: int) -> Iterator[Curve]:
-    points: dict[str, dict[int, tuple[float, float]]] = {}
-    for entry in sorted(entries, key=lambda entry: entry.order):
+def _to_curve(name: str, found: history.Curve, branch: int = 0) -> Curve:
+    steps, times, values = (
+        np.array(column, np.float64) for column in (found.steps, found.times, found.values)
+    )
+    return Curve(name, steps, times, values, branch)
+
+
+def _curves_of(entries: Iterable[Entry], branch: int = 0) -> dict[str, Curve]:
+    """Return the metrics of checkpoints, also those that were added later."""
+    rows: dict[str, list[tuple[float, float, float]]] = {}
+    for entry in sorted(entries, key=lambda entry: (entry.step, entry.order)):
         moment = recorded_time(entry.manifest.created)
         time = float("nan") if moment is None else moment.timestamp()
-        for name, value in entry.manifest.metrics.items():
-            points.setdefault(name, {})[entry.step] = time, value
-    for name, by_step in points.items():
-        rows = np.array([(step, *by_step[step]) for step in sorted(by_step)], np.float64)
-        steps, times, values = rows.T
-        yield Curve(name, steps, times, values, branch)
+        for name, value in entry.metrics.items():
+            rows.setdefault(name, []).append((entry.step, time, value))
+    return {name: Curve(name, *np.array(own).T, branch) for name, own in rows.items()}
+
+
+def _join(recorded: Curve, saved: Curve) -> Curve:
+    """Join what was recorded at steps with the values of checkpoints, which may be newer."""
+    rest = ~np.isin(recorded.steps, saved.steps)
+    steps, times, values = (
+        np.concatenate([one[rest], other])
+        for one, other in (
+            (recorded.steps, saved.steps),
+            (recorded.times, saved.times),
+            (recorded.values, saved.values),
+        )
+    )
+    order = np.argsort(steps)
+    return Curve(recorded.name, steps[order], times[order], values[order])
 
 
 def panel_of(name: str) -> str:

@@ -27,7 +27,6 @@ from holdfast.cli.web.curves import (
     make_grid,
     panel_of,
     rank_metric,
-    read_curves,
 )
 from holdfast.cli.web.jobs import told
 from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
@@ -49,7 +48,7 @@ async def read_log(run: PageRun) -> LastAnswer:
 
 async def read_run(run: PageRun, *, patience_s: float = PATIENCE_S) -> LastAnswer:
     """Return the curves of a run."""
-    return await run.get_answer("curves", lambda: read_curves(run.root), patience_s=patience_s)
+    return await run.get_answer("curves", run.curves.read_curves, patience_s=patience_s)
 
 
 def costly(seen: LastAnswer) -> list[LoggedSave]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import ensure_future
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -28,10 +29,9 @@ def make_app(roots: Sequence[str], access: Access) -> ASGIApp:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        for run in site.runs.values():
-            await run.list_checkpoints(patience_s=0)  # so that the first page finds it
-            await figures.read_run(run, patience_s=0)
+        warming = ensure_future(_read_first(site))
         yield
+        warming.cancel()
         site.jobs.stop_all()
         for run in site.runs.values():
             run.stop_new_reads()
@@ -50,6 +50,13 @@ def make_app(roots: Sequence[str], access: Access) -> ASGIApp:
     app.router.redirect_slashes = False  # that would name a host and a scheme
     app.state.site = site
     return Guard(app, access=access)
+
+
+async def _read_first(site: Site) -> None:
+    """Begin to read what the first page shows."""
+    for run in site.runs.values():
+        await run.list_checkpoints(patience_s=0)
+        await figures.read_run(run, patience_s=0)
 
 
 def _routes() -> list[Route]:

@@ -25,6 +25,8 @@ from holdfast.store.local import LocalStore
 from holdfast.threads.workers import Workers
 
 DEFAULT_PORT = 8770
+SWITCH_S = 0.0005
+"""How soon a thread that reads makes way for the one that answers requests."""
 _MAX_OPENING = 16
 """Most roots that are opened at the same time."""
 _HOST = re.compile(r"[A-Za-z0-9._-]+", re.ASCII)
@@ -144,6 +146,7 @@ def serve(
         if is_opening:  # a browser of the terminal ends only when its user ends it
             browsers.submit(lambda: _open_browser(answer.url))
         browsers.close_pool()
+        sys.setswitchinterval(SWITCH_S)
         uvicorn.Server(uvicorn.Config(app, **SERVER)).run(sockets=[listener])
     return Code.OK
 

@@ -59,7 +59,7 @@ def make_columns(rows: Sequence[Row]) -> list[Column]:
     return [
         Column("step", "step", True, lambda row: row.watched and row.watched.last_step, str),
         *(
-            Column(f"m:{name}", name, True, _last_value(name), lambda value: f"{value:.5g}")
+            Column(f"m:{name}", name, True, _last_value(name), lambda value: f"{value:.4g}")
             for name in metric_names(rows)[:MAX_METRICS]
         ),
         *(
@@ -69,7 +69,7 @@ def make_columns(rows: Sequence[Row]) -> list[Column]:
         Column("saved", "last save", True, _age_s, lambda seconds: f"{age(seconds)} ago"),
         Column(
             "kept",
-            "checkpoints",
+            "kept",
             True,
             lambda row: row.watched and len(row.watched.checkpoints),
             str,

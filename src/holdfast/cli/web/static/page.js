@@ -163,18 +163,18 @@
       columns.push(isLog ? values.map((value) => (value > 0 ? value : null)) : values);
       series.push({ spanGaps: true, width: 2, points: { show: false }, ...one });
     };
-    panel.curves.forEach((curve, index) => {
-      const stroke = color(`--s${(index % 10) + 1}`), isSmooth = view.smooth > 0 && !curve.branch;
-      if (curve.low && !isSmooth) {
+    const names = [...new Set(panel.curves.map((curve) => curve.name))];
+    panel.curves.forEach((curve) => {
+      const stroke = color(`--s${(names.indexOf(curve.name) % 10) + 1}`), isSmooth = view.smooth > 0 && !curve.branch;
+      if (curve.low && !isSmooth && panel.curves.length < 5) {
         bands.push({ series: [series.length + 2, series.length + 1], fill: `${stroke}33` });
         add(curve.low, { class: "aux", stroke: "transparent", width: 0 });
         add(curve.high, { class: "aux", stroke: "transparent", width: 0 });
       }
       if (isSmooth) add(curve.mean, { class: "aux", stroke: `${stroke}55`, width: 1 });
       add(isSmooth ? smoothed(curve.mean, curve.per) : curve.mean, {
-        label: curve.branch ? `${curve.name}, left behind in session ${curve.branch}` : curve.name,
-        stroke: curve.branch ? `${stroke}99` : stroke, dash: curve.branch ? [4, 4] : undefined,
-        points: { show: curve.mean.filter((value) => value !== null).length < 60, size: 5 },
+        label: curve.name, stroke, ...(curve.branch ? { class: "aux", width: 1.5, dash: [3, 3] } : {}),
+        points: { show: !curve.branch && curve.mean.filter((value) => value !== null).length < 60, size: 5 },
         value: (plot, _, at, index) => { const value = known(plot.data[at], index ?? plot.data[0].length - 1); return value == null ? "–" : digits(value); },
       });
     });
