@@ -12,7 +12,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import pairwise
+
+import numpy as np
 
 from holdfast.errors import FormatError, NotFound, SealError
 from holdfast.format import layout
@@ -279,17 +280,17 @@ class _Recorded:
 
 
 def _join_parts(parts: Sequence[Curve]) -> Curve:
-    steps, times, values = array("q"), array("d"), array("d")
-    for part in sorted(parts, key=lambda part: part.steps[0] if part.steps else 0):
-        steps.extend(part.steps)
-        times.extend(part.times)
-        values.extend(part.values)
-    if any(step >= following for step, following in pairwise(steps)):
-        rows = sorted(zip(steps, times, values, strict=True), key=lambda row: row[:2])
-        last = {step: (time, value) for step, time, value in rows}
-        steps, times = array("q", last), array("d", [time for time, _ in last.values()])
-        values = array("d", [value for _, value in last.values()])
-    return Curve(steps=steps, times=times, values=values)
+    steps = np.concatenate([np.asarray(part.steps, np.int64) for part in parts])
+    times = np.concatenate([np.asarray(part.times, np.float64) for part in parts])
+    values = np.concatenate([np.asarray(part.values, np.float64) for part in parts])
+    order = np.lexsort((times, steps))
+    ordered = steps[order]
+    last = order[np.diff(ordered, append=ordered[-1:] + 1) != 0]
+    return Curve(
+        steps=array("q", steps[last].tobytes()),
+        times=array("d", times[last].tobytes()),
+        values=array("d", values[last].tobytes()),
+    )
 
 
 def _find_lineage(starts: Mapping[int, tuple[int, Reference | None]]) -> dict[int, float]:

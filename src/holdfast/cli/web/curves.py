@@ -114,7 +114,10 @@ def _curves_of(entries: Iterable[Entry], branch: int = 0) -> dict[str, Curve]:
         time = float("nan") if moment is None else moment.timestamp()
         for name, value in entry.metrics.items():
             rows.setdefault(name, []).append((entry.step, time, value))
-    return {name: Curve(name, *np.array(own).T, branch) for name, own in rows.items()}
+    found = {name: np.array(own, np.float64) for name, own in rows.items()}
+    return {
+        name: Curve(name, own[:, 0], own[:, 1], own[:, 2], branch) for name, own in found.items()
+    }
 
 
 def _join(recorded: Curve, saved: Curve) -> Curve:
