@@ -75,6 +75,8 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "attempts",
             "byte_ranges",
+            "history",
+            "history_writer",
             "single",
         ),
         ("catalog",),
@@ -110,6 +112,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
             "links",
             "probe",
             "progress_counters",
+            "recorder",
             "shard_plan",
             "step_boundary",
             "validated",

@@ -248,6 +248,14 @@ class CheckpointManager(Marking):
         counters = {"epoch": epoch, "cycle": cycle, "samples": samples, "tokens": tokens}
         return self._saves.save_if_due(step, counters, metrics, event, vetoes, wanted)
 
+    def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Record metrics of a step in the history of the run, which `holdfast plot` draws.
+
+        `save` and `maybe_save` record theirs; this is for others. Values on an accelerator are read
+        later, and those that are no numbers are left out.
+        """
+        self._session.recorder.record_metrics(step, metrics)
+
     def is_quiet(self, step: int) -> bool:
         """Whether `maybe_save(step)` would certainly be a no-op; a cheap check for short steps.
 

@@ -89,7 +89,8 @@ class HistoryRecorder:
             return
         row: dict[str, Any] = {}
         num_unread = len(self._unread)
-        for name, value in metrics.items():
+        values: Mapping[str, Any] = getattr(metrics, "unread", metrics)  # of a lazy mapping
+        for name, value in values.items():
             if type(value) is float:
                 row[name] = value
             elif isinstance(value, Tensor):

@@ -506,6 +506,8 @@ class Trainer:
         numbers = {name: value for name, value in metrics.items() if name not in entries}
         if numbers or not entries:
             found = self._parts.update.numbers(numbers)
+            if self.manager is not None:
+                self.manager.record_metrics(self.present_step, found)
             self._log(to, Callback.log, found, LazyMetrics(found))
         for name, entry in entries.items():
             hook = next(hook for kind, hook in _HOOKS_OF_ENTRIES if isinstance(entry, kind))

@@ -394,6 +394,8 @@ class HoldfastRun:
             validations.maybe_save(
                 self._completed_steps, events=events, metrics=metrics, epoch=self._epoch
             )
+        else:
+            manager.record_metrics(self._completed_steps, metrics)
         if self._stop.requested:
             manager.save(
                 self._completed_steps,

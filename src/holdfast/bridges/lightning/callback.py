@@ -373,6 +373,8 @@ class HoldfastCheckpoint(CheckpointCallback):
             or self._validations.was_at(self._step)
         ):
             self._validations.maybe_save(self._step, events=events, metrics=metrics, epoch=epoch)
+        else:
+            manager.record_metrics(self._step, metrics)
         signal = self._stop.requested
         if is_last or signal:
             reason = "signal" if signal else "end"

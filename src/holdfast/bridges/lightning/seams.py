@@ -246,6 +246,11 @@ class LazyNumbers(Mapping[str, float]):
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = values
 
+    @property
+    def unread(self) -> Mapping[str, Any]:
+        """The values as they are, which waits for no device."""
+        return self._values
+
     @override
     def __getitem__(self, name: str) -> float:
         return float(self._values[name])

@@ -109,6 +109,7 @@ class StepSaver:
         """Call hooks for saves that have ended, and begin one if it is due at any of `events`."""
         is_plain = events == _ONLY_STEP and not self._begun and self._retry is None
         if is_plain and self._manager.is_quiet(self._counters.step):
+            self._manager.record_metrics(self._counters.step, metrics)
             return
         self._report_ended()
         vetoes = self._callbacks.vetoes

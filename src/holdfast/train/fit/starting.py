@@ -126,6 +126,9 @@ class NullManager(CheckpointManager):
     def maybe_save(self, step: int, **_options: Any) -> None:
         """No-op: nothing is saved, whatever is due."""
 
+    def record_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """No-op: there is no history."""
+
     def is_quiet(self, step: int) -> bool:
         """Always True: no save is ever due."""
         return True

@@ -36,6 +36,11 @@ class LazyMetrics(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self._values)
 
+    @property
+    def unread(self) -> Mapping[str, Tensor | float]:
+        """The values as they are, which waits for no device."""
+        return self._values
+
     def joined(self, others: Mapping[str, float]) -> LazyMetrics:
         """Return these metrics and `others`, without reading any value."""
         more = others._values if isinstance(others, LazyMetrics) else others
