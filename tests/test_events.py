@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
 import pytest
 
 from holdfast.events import Emitter, Event
@@ -44,3 +47,20 @@ def test_a_sink_that_fails_stops_no_save() -> None:
         manager.wait()
         assert [checkpoint.step for checkpoint in manager.list()] == [1]
     assert broken.calls
+
+
+def test_each_start_save_and_deletion_is_one_line_at_info(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Technical remarks, and a save of what is saved already, are not."""
+    caplog.set_level(logging.INFO, logger="holdfast")
+    for step in (1, 3):
+        with CheckpointManager(tmp_path, {"a": {"b": 1}}, keep="last:1") as manager:
+            manager.resume()
+            for number in (step, step + 1, step + 1):
+                manager.save(number, wait=True)
+    expected = ["starting a new run", "saved step 1", "saved step 2", "deleted step-00000001"]
+    expected += ["resuming from step 2", "saved step 3", "deleted step-00000002", "saved step 4"]
+    expected += ["deleted step-00000003"]
+    assert [text for text in caplog.messages if not text.startswith((*expected,))] == []
+    assert len(caplog.messages) == len(expected)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -82,16 +82,21 @@ _LEVELS: Mapping[str, int] = {
     "retracted": logging.INFO,
     "thinned": logging.INFO,
     "gc": logging.INFO,
-    "preflight": logging.INFO,
     "not_saved": logging.INFO,
     "interval": logging.INFO,
-    "compression": logging.INFO,
 }
 
 
 def log_event(event: Event) -> None:
     """Default sink: log the event to the standard logger named `holdfast`."""
-    logger.log(_LEVELS.get(event.kind, logging.DEBUG), "%s", event.message)
+    is_repeated = event.kind == "committed" and not event.fields.get("is_new", True)
+    level = logging.DEBUG if is_repeated else _LEVELS.get(event.kind, logging.DEBUG)
+    logger.log(level, "%s", event.message)
+
+
+def shows_info(sinks: Iterable[Sink]) -> bool:
+    """Whether `sinks` log events, and a handler shows those of level INFO."""
+    return log_event in tuple(sinks) and logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
 
 
 class Emitter:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from holdfast.checkpoints import Checkpoints, StateHooks, best_rules
 from holdfast.errors import RanksFailed, SaveSkipped, UsageError
-from holdfast.events import Emitter, log_event, without_secrets
+from holdfast.events import Emitter, log_event, shows_info, without_secrets
 from holdfast.format.manifest import Mode
 from holdfast.keys import Encryption
 from holdfast.launched import present_ranks
@@ -103,7 +103,7 @@ def say_start(
     """
     if not is_leader() or log_event not in tuple(checkpoints.sinks):
         return
-    is_logged = logger.isEnabledFor(logging.INFO) and logger.hasHandlers()
+    is_logged = shows_info(checkpoints.sinks)
     if is_logged and not (resumed is None and begun_with):
         return  # the manager has logged it
     if resumed is not None:

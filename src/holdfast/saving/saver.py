@@ -299,7 +299,7 @@ class SaveTask:
         checkpoint = build_checkpoint(self._tools.store, entry)
         self._emit(
             "committed",
-            f"saved step {step}: {entry.folder}" if is_new else f"unchanged: {entry.folder}",
+            f"saved step {step}: {entry.folder}" if is_new else f"already saved: {entry.folder}",
             step=step,
             folder=entry.folder,
             nbytes=entry.manifest.nbytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 from holdfast import Checkpoints
 from holdfast.data import Loader
+from holdfast.events import log_event
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Counts, Metrics, ProgressBar, Trainer, Training, Validation
 from holdfast.train.loggers.progress import MAX_ROWS, duration, format_nbytes, short, summary
@@ -74,10 +76,20 @@ def test_resume_validation_and_save_are_told(tmp_path: Path, is_terminal: bool) 
     plan = Validation(data=Loader(Noisy(), batch_size=5), every="5step")
     second = shown(tmp_path, "6step", validate=plan, **options)
     (folder,) = [path.name for path in tmp_path.glob("step-00000004.*")]
-    assert re.search(rf"saved {folder} at step 4: [0-9.]+ KiB in [0-9.e-]+ s", first)
-    assert f"resumed {folder} at step 4" in second
+    assert re.search(rf"saved step 4: {folder}, [0-9.]+ KiB in [0-9.e-]+ s", first)
+    assert f"resuming from step 4: {folder}" in second
     assert re.search(r"validated step 5: val/loss [0-9.]+, val/draw", second)
     assert "saved step 4" in second  # in the line, or the bar, of step 6
+
+
+def test_what_is_logged_is_not_printed_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="holdfast"):
+        printed = shown(tmp_path, "4step", sinks=[log_event])
+        printed += shown(tmp_path, "6step", sinks=[log_event])
+    assert not [line for line in printed.splitlines() if line.startswith(("saved", "resuming"))]
+    assert [text for text in caplog.messages if text.startswith("resuming from step 4")]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

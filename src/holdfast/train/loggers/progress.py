@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from holdfast.checkpoints import Checkpoints
+from holdfast.events import shows_info
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.clock import Unit
 from holdfast.train.callbacks.hooks import Logger
@@ -31,7 +32,8 @@ class ProgressBar(Logger):
 
     Both show loss, learning rate, samples and tokens per second (where counted, else steps),
     memory, the time that is left, and the last checkpoint. Validations, saves and resumes have
-    lines of their own, and so has the model at the beginning.
+    lines of their own, saves and resumes unless they are logged at INFO; and so has the model at
+    the beginning.
     """
 
     records_log = False
@@ -50,7 +52,7 @@ class ProgressBar(Logger):
     def resumed(self, training: Training, checkpoint: Checkpoint) -> None:
         """Print the checkpoint that training resumes from."""
         self._saved = checkpoint.step
-        self._print_line(f"resumed {checkpoint.folder} at step {checkpoint.step}")
+        self._print_event(training, f"resuming from step {checkpoint.step}: {checkpoint.folder}")
 
     def already_done(self, training: Training) -> None:
         """Print that the goal is reached already."""
@@ -111,7 +113,7 @@ class ProgressBar(Logger):
         """Print the name of a checkpoint, and what it cost."""
         self._saved = checkpoint.step
         took = f"{format_nbytes(cost['save/nbytes'])} in {cost['save/duration_s']:.2g} s"
-        self._print_line(f"saved {checkpoint.folder} at step {checkpoint.step}: {took}")
+        self._print_event(training, f"saved step {checkpoint.step}: {checkpoint.folder}, {took}")
 
     def close(self, training: Training) -> None:
         """Remove the bar and restore the terminal."""
@@ -119,6 +121,11 @@ class ProgressBar(Logger):
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+    def _print_event(self, training: Training, line: str) -> None:
+        """Print a line, unless the logger shows it too."""
+        if training.checkpoints is None or not shows_info(training.checkpoints.sinks):
+            self._print_line(line)
 
     def _format_status(self, training: Training, metrics: Metrics) -> list[str]:
         found = [f"loss {metrics['loss']:.4g}"]
