@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,16 +59,37 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("quick" if is_quick else "full")
 
 
-def pytest_collection_finish() -> None:
-    """Keep what was imported and collected out of the collections of garbage that tests cause."""
+_FROZEN_MODULES = [0]
+_MANY_MODULES = 100
+
+
+def _freeze() -> None:
+    """Keep what was imported out of the collections of garbage that tests cause, and out of the
+    search of each manager's first save for objects that are not in the state."""
     gc.collect()
     gc.freeze()
+    _FROZEN_MODULES[0] = len(sys.modules)
+
+
+def pytest_collection_finish() -> None:
+    """Freeze what was collected, with what the first optimizer of a worker would import."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        importlib.import_module("torch._dynamo")
+    _freeze()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Freeze what the tests of a file have imported, once its fixtures are gone."""
+    yield
+    is_last = nextitem is not None and nextitem.path != item.path
+    if is_last and len(sys.modules) > _FROZEN_MODULES[0] + _MANY_MODULES:
+        _freeze()
 
 
 def pytest_sessionfinish() -> None:
     """Look for garbage once: pytest does five times, in all that the tests have imported."""
-    gc.collect()
-    gc.freeze()
+    _freeze()
 
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
