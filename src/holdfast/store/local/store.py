@@ -40,11 +40,12 @@ from holdfast.store.local.files import drafted
 from holdfast.store.local.folders import (
     make_folder_in,
     make_root,
+    names_below,
     names_of_no_objects,
     opened_folder,
+    segments_of,
     sync_folder_fd,
 )
-from holdfast.store.local.names import names_below, segments_of
 from holdfast.store.local.oserrors import Reporting
 from holdfast.store.local.reads import OpenFile, OpenFiles
 from holdfast.store.local.syscalls import is_network
