@@ -268,11 +268,7 @@ def encode_index(
     *,
     stored: Mapping[str, StoredBlocks] = types.MappingProxyType({}),
 ) -> bytes:
-    """Encode an index. `files`: component → its unsharded tensor files, or a table with boxes.
-
-    `blocks` has the digests of every file of the manifest except the index itself; `stored` has
-    the stored blocks of compressed files.
-    """
+    """Encode an index of `files`, with `blocks` of all files and `stored` ones of compressed."""
     document: dict[str, Any] = {
         "holdfast": FORMAT_VERSION,
         "block_nbytes": block_nbytes,

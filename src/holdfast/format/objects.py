@@ -541,22 +541,14 @@ def _are_plain_tensors(nodes: Collection[Any]) -> bool:
 
 
 def _num_other_keys(nodes: Sequence[Any]) -> int:
-    """Count keys that are not text; 0 if they are 0, 1, 2, … in order.
-
-    Such keys are limited, as hashes of numbers are predictable: keys can be made for which a dict
-    needs quadratic time. The hashes of texts are salted, and those of 0, 1, 2, … do not collide.
-    """
+    """Count keys that are no text nor 0, 1, 2, …, as their hashes can be made to collide."""
     if all(type(node) is int and node == i for i, node in enumerate(nodes)):
         return 0
     return sum(type(node) is not str for node in nodes)
 
 
 def _num_comparisons(keys: Iterable[Any]) -> int:
-    """Compute an upper bound of the comparisons in a dict or set of these keys.
-
-    A table compares each key with earlier ones of the same hash. They are counted by sorting: a
-    table of the hashes could be made slow in the same way.
-    """
+    """Compute, by sorting hashes, an upper bound of comparisons in a dict or set of these keys."""
     hashed = sorted(((hash(key), key) for key in keys), key=itemgetter(0))
     total = 0
     for _, group in groupby(hashed, key=itemgetter(0)):

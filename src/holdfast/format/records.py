@@ -185,11 +185,7 @@ UploadState = Literal["waiting", "sending", "failed", "refused", "uploaded"]
 
 
 class UploadRecord(Record, frozen=True, kw_only=True):
-    """State of the upload of a checkpoint from the local root to the remote one.
-
-    `state` is `waiting`, `sending`, `failed` (it will be tried again), `refused` (it will not) or
-    `uploaded`.
-    """
+    """State of an upload: `waiting`, `sending`, `failed` (to retry), `refused` or `uploaded`."""
 
     kind: ClassVar[str] = "upload"
     remote: str
@@ -202,10 +198,7 @@ class UploadRecord(Record, frozen=True, kw_only=True):
 
 
 class TiersRecord(Record, frozen=True, kw_only=True):
-    """Remote root of a local root, and the result of the last upload.
-
-    `epoch` is that of a claim in the remote root; 0: none was ever seen there.
-    """
+    """Remote root, newest epoch that was seen there (or 0), and last upload of a local root."""
 
     kind: ClassVar[str] = "tiers"
     remote: str

@@ -106,10 +106,7 @@ def check_owner(store: Store, *, takeover: bool, emit: Emitter, watch: Wait | No
 
 
 def is_held_here(owner: WriterRecord, *, patience_s: float = 0.0) -> bool:
-    """Whether a claim is of a manager of this process, neither closed nor garbage-collected.
-
-    Waits up to `patience_s` seconds for the garbage collection of a dropped manager.
-    """
+    """Whether a claim is of an open manager of this process; a dropped one gets `patience_s`."""
     if owner.nonce not in held or not is_this_process(owner.process):
         return False
     deadline = time.monotonic() + patience_s
@@ -169,20 +166,14 @@ def nothing_in_flight(store: Store, epoch: int) -> bool:
 
 
 def nothing_arrives(store: Store, epoch: int, *, own: int | None) -> bool:
-    """Whether no put by a claim other than `own` can still arrive in an epoch's attempts.
-
-    Later epochs are checked, too: into a remote tier, later writers upload earlier saves.
-    """
+    """Whether no put by another claim than `own`, or a later uploader, can arrive in an epoch."""
     newest = Catalog(store).highest_epoch()
     epochs = (later for later in range(epoch, max(epoch, newest) + 1) if later != own)
     return all(nothing_in_flight(store, later) for later in epochs)
 
 
 def ends_with_its_put(store: Store, *, is_sent_to: bool) -> bool:
-    """Whether an attempt's manifest is its last put: on a local disk that gets no uploads.
-
-    `is_sent_to`: whether the root may be the remote tier of a run, where uploads put it again.
-    """
+    """Whether an attempt's manifest is its last put: on a disk that gets no uploads."""
     return store.has_folders and not is_sent_to
 
 
@@ -269,10 +260,7 @@ def new_writer(epoch: int, choice: Choice, *, takeover: bool, tiered: bool = Fal
 
 
 def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int | None:
-    """Return the epoch for a claim that resumes from `point`; None if another claim came first.
-
-    `after` is the newest epoch as `check_owner` returned it.
-    """
+    """Return the epoch for a claim that follows `after`; None if another claim came first."""
     newest = after
     if after == 0:
         # Attempts that were copied into this root without their claims must sort below ours.
@@ -337,10 +325,7 @@ def iterate_committed(catalog: Catalog, *, below: int, but: frozenset[str]) -> I
 
 
 def expect_claim(store: Store, claim: Claim) -> None:
-    """Raise `StoreError` unless the claim of this process is still in the root.
-
-    Otherwise the next save would create a moved or unmounted root anew, empty.
-    """
+    """Raise `StoreError` if this process's claim is gone, as a moved root would be made anew."""
     record = read_if_there(store, layout.writer_key(claim.epoch), WriterRecord.decode)
     if record is None or record.nonce != claim.nonce:
         raise StoreError(

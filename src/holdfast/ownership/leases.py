@@ -344,10 +344,7 @@ def _read_lease(store: Store, key: str, name: AttemptName, nonce: str) -> FoundL
 
 
 class Readers:
-    """Leases of a root as read by one deleter, with the time at which each last changed.
-
-    `clock` returns monotonic seconds.
-    """
+    """Leases of a root as read by one deleter, with the time at which each last changed."""
 
     def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store

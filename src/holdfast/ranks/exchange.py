@@ -24,10 +24,7 @@ from holdfast.ranks.coordinator import Exchange, RankTransfer
 
 
 class GroupExchange(Exchange):
-    """Exchange between the ranks of the default process group, by its backends.
-
-    Where these move only tensors on an accelerator (NCCL), buffers go through its memory.
-    """
+    """Exchange by the backends of the default group; NCCL's goes through the accelerator."""
 
     def __init__(self, *, timeout_s: float) -> None:
         """Make the group, as all ranks must do at the same point of the program."""

@@ -208,11 +208,7 @@ _Calls: TypeAlias = "SimpleQueue[Callable[[], object] | None]"
 
 
 class CallThreads:
-    """Daemon threads that run one call at a time, of which one is always idle.
-
-    From Python 3.12 on the interpreter starts no thread once it has begun to exit, while a save
-    under way is still to be finished.
-    """
+    """Daemon threads for one call each, with one idle for when the interpreter starts no more."""
 
     def __init__(self, name: str) -> None:
         self._name = name

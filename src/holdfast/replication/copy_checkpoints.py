@@ -344,11 +344,7 @@ def _expect_same_run(source: Store, target: Store, planned: Sequence[PlannedCopy
 
 
 def _is_in_use(target: Store, epoch: int) -> bool:
-    """Whether anything was saved under a claim of the target, or may still be.
-
-    Of the claim of an earlier copy only attempts count. If that copy was killed, a put of it that
-    still arrives has the bytes that are copied now.
-    """
+    """Whether anything was, or may be, saved under a claim; of a copy only attempts count."""
     with suppress(FormatError):
         claim = Catalog(target).writer(epoch)
         if claim is not None and claim.tiered and claim.takeover:

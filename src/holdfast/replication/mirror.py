@@ -98,9 +98,7 @@ class _Failures:
 
 
 class Mirror(UploadQueries):
-    """Uploads checkpoints to the remote tier in its own thread, and runs retention there.
-    Paused until the run is claimed, and while it is being claimed again.
-    """
+    """Uploads to the remote tier, and runs retention there, in its own thread."""
 
     def __init__(
         self,

@@ -40,10 +40,7 @@ def split_source(source: str | os.PathLike[str]) -> tuple[str, str | None]:
 
 
 def refuse_credentials(text: str) -> None:
-    """Raise `UsageError` if the URL of a bucket has credentials, which would end up in logs.
-
-    An @ there is one of `root@which` only if no slash follows it, and no colon is before it.
-    """
+    """Raise `UsageError` if a bucket's URL has credentials; an @ may begin a name."""
     _, separator, rest = text.partition("://")
     host, at, server = rest.partition("/")[0].rpartition("@")
     is_which = "/" not in rest or _is_which(server) or text.startswith(_WITH_USER)

@@ -25,11 +25,7 @@ def means_best(which: str) -> bool:
 
 
 def best_of(newest_first: Sequence[Manifest], which: str, *, where: str) -> int:
-    """Return the position of the best checkpoint; of equal ones the older.
-
-    Unhealthy ones do not count, and those without the whole state only if no other has the metric.
-    `where` is the root, for messages.
-    """
+    """Return the position of the best healthy checkpoint, of whole states if any has the metric."""
     watched = watched_for(newest_first, which, where=where)
     sign = 1 if watched.mode == "min" else -1
     ranked = [

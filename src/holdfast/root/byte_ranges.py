@@ -49,10 +49,7 @@ class PieceGroup:
 
 
 def groups_of(pieces: Sequence[FilePiece]) -> Iterator[PieceGroup]:
-    """Divide a whole file into groups of 8 MiB; the last may be shorter.
-
-    A piece that overlaps two groups, as those of a compressed file do, is in both.
-    """
+    """Divide a whole file into groups of 8 MiB; a piece that overlaps two is in both."""
     first, nbytes = 0, pieces[-1].stop
     for start in range(0, nbytes, BLOCK_NBYTES):
         stop = min(start + BLOCK_NBYTES, nbytes)
@@ -78,11 +75,7 @@ def decode_listing(data: Buffer, *, what: str) -> Listing | Aborted | Deleted:
 
 
 def read_listing(store: Store, folder: str) -> Listing | Aborted | Deleted | None:
-    """Read and decode a folder's manifest document, as `decode_listing`; None if there is none.
-
-    Raises:
-        FormatError: it is not a valid document.
-    """
+    """Read a folder's manifest document, as `decode_listing`; None if there is none."""
     key = f"{folder}/{layout.MANIFEST}"
     return read_if_there(store, key, decode_listing, max_nbytes=MAX_MANIFEST_NBYTES)
 
@@ -108,10 +101,7 @@ def pieces_of_sealed(
 def pieces_of(
     manifest: Manifest, index_data: bytes, *, what: str
 ) -> Mapping[str, tuple[FilePiece, ...]]:
-    """Divide every file that a manifest lists into pieces that can be checked one by one.
-
-    `index_data` is its index, already checked against the manifest.
-    """
+    """Divide every file of a manifest into pieces to check, by its checked `index_data`."""
     index = decode_index(index_data, files=manifest.files, what=what)
     own = digest_blocks(index_data, manifest.block_nbytes)
     digests = {**index.blocks, layout.INDEX: own}

@@ -72,10 +72,7 @@ class SaveAttempt:
 def create_attempt(
     store: Store, *, label: str, epoch: int, nonce: str, sequence: int
 ) -> SaveAttempt:
-    """Create the folder of a new attempt of the claim with this `epoch` and `nonce`.
-
-    The first digits of the save id prove that; the others are random.
-    """
+    """Create the folder of a new attempt, whose save id begins with digits that prove its claim."""
     first = layout.first_digits(label, epoch, sequence, nonce)
     save_id = first + os.urandom(12).hex()
     name = layout.attempt_name(label, epoch, sequence, save_id)
@@ -84,18 +81,12 @@ def create_attempt(
 
 
 def commit(store: Store, attempt: SaveAttempt, manifest: Manifest) -> None:
-    """Commit a save: put its manifest, with an ownership check before and after.
-
-    Everything that the manifest lists must be durable.
-    """
+    """Commit a save whose files are durable: put its manifest, between two ownership checks."""
     publish(store, attempt, encode_manifest(manifest), epoch=attempt.name.epoch)
 
 
 def publish(store: Store, attempt: SaveAttempt, data: bytes, *, epoch: int) -> None:
-    """Commit an encoded manifest, as `commit` does, under this process's claim `epoch`.
-
-    That may be later than the attempt's: into a remote tier, a process uploads earlier saves.
-    """
+    """Commit an encoded manifest, as `commit`; `epoch` may be later than that of its save."""
     check_ownership(store, epoch, committed=False)
     attempt.put_sent = attempt.is_unclear = True
     try:
@@ -214,10 +205,7 @@ def _describe(data: bytes) -> str:
 
 
 def check_ownership(store: Store, epoch: int, *, committed: bool | None) -> None:
-    """Raise `Superseded` if a later writer has claimed the run; reads one key.
-
-    `committed` is what the error says about this save; None: it is not known.
-    """
+    """Raise `Superseded`, with what `committed` says, if a later writer has claimed the run."""
     key = layout.writer_key(epoch + 1)
     store.refresh_folder(layout.WRITERS)
     try:
@@ -260,10 +248,7 @@ def mark_aborted(store: Store, folder: str, *, by: str, reason: str) -> bool:
 
 
 def give_up(store: Store, attempt: SaveAttempt, *, by: str, reason: str) -> bool:
-    """Put the abort marker as a follower whose leader is silent, and return whether it committed.
-
-    What is in the register then is the outcome, for all ranks (rule 11).
-    """
+    """Put the abort marker for a silent leader; return whether it committed (rule 11)."""
     committed: bool | None = None
     try:
         put_once(store, attempt.manifest_key, Aborted(by=by, reason=reason[:500]).encode())
@@ -350,10 +335,7 @@ _NFS_PREFIX = ".nfs"
 
 
 def name_latest(store: Store, folder: str | None) -> str:
-    """Point `latest` to a checkpoint's folder; None removes the pointer.
-
-    Something else of that name stays. Returns a warning then, else an empty text.
-    """
+    """Point `latest` to a checkpoint's folder, or remove it; return a warning if others own it."""
     try:
         found = store.pointed(layout.LATEST)
         is_other = found is None and layout.LATEST in store.unlisted("")

@@ -32,15 +32,7 @@ T = TypeVar("T")
 
 
 def read_document(store: Store, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
-    """Read all bytes of an object of at most `max_nbytes`.
-
-    With `afresh`, from the medium itself rather than from a cache, if the store can do that.
-
-    Raises:
-        NotFound: there is no such object.
-        LimitExceeded: it is larger; nothing was read.
-        CorruptData: it is not a file, or the storage cannot read it.
-    """
+    """Read an object of at most `max_nbytes`, or raise; `afresh` not from a cache, if possible."""
     try:
         return store.get_whole(key, max_nbytes=max_nbytes, afresh=afresh)
     except StoreError as error:
@@ -71,10 +63,7 @@ _OWN_MARKS: WeakKeyDictionary[Store, set[str]] = WeakKeyDictionary()
 
 
 def is_own_mark(store: Store, key: str) -> bool:
-    """Whether a file with the name of a mark was written by Holdfast; sealed ones were.
-
-    A process reads each mark once.
-    """
+    """Whether a mark was written by Holdfast; sealed ones were. A process reads each once."""
     try:
         known = _OWN_MARKS.setdefault(store, set())
     except TypeError:  # a user's own store that allows no weak references
@@ -172,10 +161,7 @@ _MAX_LISTED = 1000
 
 
 def expect_apart(store: Store) -> None:
-    """Check that the root of a new run is in no other root or checkpoint, and has no root in it.
-
-    Inside, it looks two folders deep; in an object store at the first keys.
-    """
+    """Check that the root of a new run is in no other, or checkpoint, and has none near its top."""
     outer_stores = [*store.outer()]
     for outer in outer_stores:
         if _is_claimed(outer):
@@ -190,10 +176,7 @@ def expect_apart(store: Store) -> None:
 
 
 def others_in(store: Store) -> str:
-    """Return a text on the things of others in a new root; empty if there are none.
-
-    Folders with the names of attempts are left to gc.
-    """
+    """Return a text on things of others, no attempts, in a new root; empty if there are none."""
     names = [
         name
         for name in store.children()

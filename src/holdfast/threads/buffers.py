@@ -66,10 +66,7 @@ class LimitedBuffers:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Disable automatic garbage collection inside the block; restore the setting after it.
-
-    While twenty thousand tensors are created, its passes take a quarter of the time of a load.
-    """
+    """Pause garbage collection in the block: it would take a quarter of the time of a load."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -62,10 +62,7 @@ def shown_by(show: Show) -> Iterator[None]:
 
 
 def watch_all(futures: Sequence[Future[Any]], *, timeout_s: float, what: str) -> None:
-    """Show how many of these are done, until all are, one fails, or the time is over.
-
-    Does nothing outside a block of `progress`. The caller waits for them in any case.
-    """
+    """Show, in `progress`, how many of these are done, until all are or the time is over."""
     show = _SHOW.get()
     if show is None:
         return

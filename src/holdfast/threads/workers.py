@@ -67,11 +67,7 @@ class Workers:
         return future
 
     def queue_task(self, task: Callable[[], None]) -> None:
-        """Queue a task that raises nothing and has no future; call `start` or `grow` before.
-
-        Raises:
-            ManagerUnusable: as for `submit`.
-        """
+        """Queue a task that raises nothing and has no future; call `start` or `grow` before."""
         with self._lock:
             self.expect_open()
             self._jobs.put(task)
