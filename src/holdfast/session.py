@@ -103,16 +103,10 @@ class Session:
             checkpoints.root, checkpoints.keep, checkpoints.savers, {*state, RNG}
         )
         compressions = resolve_compress(checkpoints.compress, {*state, RNG})
-        timeout_s = checkpoints.save_timeout_s
         self.emit = Emitter((*checkpoints.sinks, *commands_of(checkpoints.on_commit)))
-        warn = partial(self.emit, "warning")
+        compressing = Compressing(compressions, self.emit)
         length = None if max_duration is None else parse(max_duration, what="max_duration")
-        processes = Processes(own=this_process(), has_ended=lambda one: liveness(one) == "dead")
-        self.ranks = encrypted(coordinator_of(ranks, self.emit, processes), checkpoints.encrypt)
-        self._group_alarm = GroupAlarm(ranks, self.emit)
-        self._shares_ranks = isinstance(ranks, Coordinator)
-        if not self.ranks.is_leader:
-            self.emit.leave_reports()
+        self._join_ranks(ranks, checkpoints)
         is_shared = self.ranks.world_size > 1
         self.schedule = SaveSchedule(
             checkpoints.every, checkpoints.savers, max_duration=length, is_shared=is_shared
@@ -129,50 +123,87 @@ class Session:
         self.raises_failures = on_failure == "raise"
         self.label = compile_label(checkpoints.label, run_name=checkpoints.run_name)
         self._exit_timeout_s = checkpoints.exit_timeout_s
-        replaces = checkpoints.on_existing == "replace"
+        self.stop = stop
+        self._own_root(checkpoints, rules)
+        self.applier = applying(
+            self.ranks,
+            self.store,
+            self.owner,
+            self.emit,
+            timeout_s=checkpoints.save_timeout_s,
+            broadcasts=checkpoints.broadcast,
+        )
+        self._make_saves(checkpoints, rules, compressing)
+        self.clock = ProgressClock(self.catalog, self.schedule, counters, self.emit)
+        self.history = SettingsHistory(config, world_size=self.ranks.world_size)
+        self.warnings = ScriptWarnings(
+            self.store.url, state, self.emit, is_leader=self.ranks.is_leader
+        )
+        self.boundary = StepBoundary(state, self.emit)
+        self._pid = os.getpid()
+        self.is_closed = False
+        self.is_unused = True
+        """Whether this manager has neither loaded nor saved, so that a resume may load in place."""
+        self.quiet = NEVER_QUIET
+        """Step, and seconds of the monotonic clock, until which `maybe_save` is a no-op."""
+        self.untrained: tuple[int, tuple[str, ...]] = (0, ())
+        """The step that was resumed, and the settings that have changed since its save."""
+        exits.register(self)
+
+    def _join_ranks(
+        self, ranks: Coordinator | Literal["group"] | None, checkpoints: Checkpoints
+    ) -> None:
+        processes = Processes(own=this_process(), has_ended=lambda one: liveness(one) == "dead")
+        self.ranks = encrypted(coordinator_of(ranks, self.emit, processes), checkpoints.encrypt)
+        self._group_alarm = GroupAlarm(ranks, self.emit)
+        self._shares_ranks = isinstance(ranks, Coordinator)
+        if not self.ranks.is_leader:
+            self.emit.leave_reports()
+
+    def _own_root(self, checkpoints: Checkpoints, rules: TierRules) -> None:
+        """Make what owns the run in its root, uploads it and cleans it up."""
+        assert checkpoints.root is not None
         self.owner, self.uploads, self.housekeeper = ownership(
             checkpoints.root,
             self.catalog,
             rules,
             self.emit,
             takeover=checkpoints.takeover,
-            replaces=replaces,
-            timeout_s=timeout_s,
+            replaces=checkpoints.on_existing == "replace",
+            timeout_s=checkpoints.save_timeout_s,
             leads=self.ranks.is_leader,
         )
+        self.first_save = FirstSaveChecks(
+            self.catalog, self.owner, rules, self.emit, preflight=checkpoints.preflight
+        )
+        self.measurements = IntervalMeasurements(
+            self.store, self.owner, self.emit, self.schedule.auto
+        )
+
+    def _make_saves(
+        self, checkpoints: Checkpoints, rules: TierRules, compressing: Compressing
+    ) -> None:
+        """Make what decides on saves, among all ranks, and what makes them."""
+        timeout_s, warn = checkpoints.save_timeout_s, partial(self.emit, "warning")
+        root, replaces = checkpoints.root, checkpoints.on_existing == "replace"
         self.distributed = DistributedSaves(
             self.ranks,
             timeout_s=timeout_s,
             look=partial(probe_as_follower, self.store, self.ranks.rank, self.emit),
             warn=warn,
-            may_wait=isinstance(checkpoints.root, Tiered)
-            and checkpoints.root.options.max_lag is not None,
+            may_wait=isinstance(root, Tiered) and root.options.max_lag is not None,
         )
-        self.clock = ProgressClock(self.catalog, self.schedule, counters, self.emit)
-        self.first_save = FirstSaveChecks(
-            self.catalog, self.owner, rules, self.emit, preflight=checkpoints.preflight
-        )
-        self.applier = applying(
-            self.ranks,
-            self.store,
-            self.owner,
-            self.emit,
-            timeout_s=timeout_s,
-            broadcasts=checkpoints.broadcast,
-        )
-        self.measurements = IntervalMeasurements(
-            self.store, self.owner, self.emit, self.schedule.auto
-        )
-        self.stop = stop
         self.events = outside_of(
             self.ranks,
             Requests(self.store, emit=self.emit),
-            stop,
+            self.stop,
             self._finish_at_stop,
             timeout_s=timeout_s,
             warn=warn,
         )
-        self.overlap = Overlap(checkpoints.overlap or False, state, self.emit, timeout_s=timeout_s)
+        self.overlap = Overlap(
+            checkpoints.overlap or False, self.state, self.emit, timeout_s=timeout_s
+        )
         self.memory_budget = checkpoints.memory_budget_nbytes
         self.saver = Saver(
             self.store,
@@ -181,7 +212,7 @@ class Session:
             timeout_s=timeout_s,
             memory_budget=self.memory_budget,
             overlap=self.overlap,
-            compressing=Compressing(compressions, self.emit),
+            compressing=compressing,
             chores=PostSaveTasks(
                 self,
                 self.owner,
@@ -198,7 +229,7 @@ class Session:
             best_saves_of(checkpoints),
             self.catalog,
             self.emit,
-            is_alone=not is_shared,
+            is_alone=self.ranks.world_size == 1,
             is_leader=self.ranks.is_leader,
         )
         self.best = tuple(
@@ -207,24 +238,10 @@ class Session:
         )
         self.policy = policy_of(
             rules.local,
-            rules.remote if isinstance(checkpoints.root, Tiered) else None,
+            rules.remote if isinstance(root, Tiered) else None,
             self.schedule,
             replaces=replaces,
         )
-        self.history = SettingsHistory(config, world_size=self.ranks.world_size)
-        self.warnings = ScriptWarnings(
-            self.store.url, state, self.emit, is_leader=self.ranks.is_leader
-        )
-        self.boundary = StepBoundary(state, self.emit)
-        self._pid = os.getpid()
-        self.is_closed = False
-        self.is_unused = True
-        """Whether this manager has neither loaded nor saved, so that a resume may load in place."""
-        self.quiet = NEVER_QUIET
-        """Step, and seconds of the monotonic clock, until which `maybe_save` is a no-op."""
-        self.untrained: tuple[int, tuple[str, ...]] = (0, ())
-        """The step that was resumed, and the settings that have changed since its save."""
-        exits.register(self)
 
     @property
     def is_owner(self) -> bool:
