@@ -35,7 +35,7 @@ from holdfast.root.catalog import Catalog
 from holdfast.saving.participants import SaveParticipant
 from holdfast.saving.save import SaveRequest, write
 from holdfast.staging.interfaces import KnownFile, Staged, StagedContent, StagingTransfer
-from holdfast.staging.waves import PooledContent
+from holdfast.staging.pool import PooledContent
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.threads.buffers import LimitedBuffers
