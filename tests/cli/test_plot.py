@@ -37,7 +37,8 @@ def run(_drawn: Path, tmp_path: Path) -> Path:
 def test_the_series_are_those_of_the_log_with_saves_and_kills(holdfast: Command, run: Path) -> None:
     document = holdfast("plot", run, "--json").document
     assert list(document) == [
-        *("holdfast", "root", "output", "series", "saves", "starts", "metrics", "notes")
+        *("holdfast", "root", "output", "series", "branches"),
+        *("saves", "starts", "metrics", "notes"),
     ]
     assert {"loss", "val/loss", "lr/0", "save/nbytes"} <= {*document["metrics"]}
     series = {one["name"]: one for one in document["series"]}
@@ -146,7 +147,39 @@ def test_of_two_saves_at_one_step_the_newer_is_drawn(holdfast: Command, tmp_path
     assert [one["points"] for one in series if one["name"] == "loss"] == [[[1, 5.0], [2, 1.0]]]
 
 
-def test_without_a_log_the_checkpoints_are_drawn(holdfast: Command, root: Path) -> None:
+def test_all_steps_are_drawn_and_exported_whatever_was_deleted(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    root, table = tmp_path / "run", tmp_path / "metrics.csv"
+    with new_run().manager(root, every="100step", keep="last:2") as manager:
+        for step in range(1, 1001):
+            manager.maybe_save(step, metrics={"loss": 1 / step})
+    with new_run().manager(root, every="100step", keep="last:2") as manager:
+        manager.resume("step=900")
+        manager.maybe_save(901, metrics={"loss": 5.0, "lr": 0.5})
+    document = holdfast("plot", root, "--json").document
+    expected = [*([step, 1 / step] for step in range(1, 901)), [901, 5.0]]
+    assert document["series"][0]["points"] == expected
+    (left,) = document["branches"]
+    assert (left["session"], len(left["points"]), left["points"][-1]) == (1, 100, [1000, 1 / 1000])
+    assert holdfast("plot", root, "-o", tmp_path / "plot.svg").code == 0
+    assert "<!-- left behind -->" in (tmp_path / "plot.svg").read_text()
+    assert holdfast("plot", root, "-o", table).out == f"{table}: 901 steps\n"
+    lines = table.read_text().splitlines()
+    assert (lines[0], len(lines)) == ("step,time,loss,lr", 902)
+    assert (lines[-1].split(",")[0], lines[-1].split(",")[2:]) == ("901", ["5.0", "0.5"])
+    saves = [
+        save
+        for one in holdfast("log", root, "--saves", "--json").document["sessions"]
+        for save in one["saves"]
+    ]
+    deleted = [save for save in saves if save["state"] == "deleted"]
+    assert [save["step"] for save in deleted] == list(range(100, 900, 100))
+    assert all("last 2" in save["why"] and save["deleted"] for save in deleted)
+
+
+def test_without_a_history_the_checkpoints_are_drawn(holdfast: Command, root: Path) -> None:
+    shutil.rmtree(root / "history")
     document = holdfast("plot", root, "--json").document
     loss, sizes = document["series"]
     assert loss == {
@@ -155,7 +188,7 @@ def test_without_a_log_the_checkpoints_are_drawn(holdfast: Command, root: Path) 
         "points": [[100, 0.3], [200, 0.15], [300, 0.1]],
     }
     assert [step for step, _ in sizes["points"]] == [100, 200, 300]
-    assert document["notes"] == ["no log: only the steps of checkpoints are known"]
+    assert document["notes"] == ["no history: only the steps of checkpoints are known"]
     assert holdfast("plot", root, "--metric", "odd").code == 0  # NaN at all steps
     assert "--metric NAME draws another metric: odd\n" in holdfast("plot", root).out
     assert "another metric: loss\n" in holdfast("plot", root, "--metric", "odd").out
@@ -166,7 +199,8 @@ def test_a_loss_that_is_never_finite_is_said_to_be(holdfast: Command, tmp_path: 
         for step, loss in ((1, float("nan")), (2, float("inf"))):
             manager.save(step, metrics={"loss": loss, "score": 1.0}, wait=True)
     document = holdfast("plot", tmp_path / "run", "--json").document
-    assert [one["name"] for one in document["series"]] == ["score", "checkpoint, MB"]
+    names = [one["name"] for one in document["series"]]
+    assert names == ["score", "steps/s", "checkpoint, MB"]
     assert document["notes"][-1] == "loss: no finite value at any step"
     asked = holdfast("plot", tmp_path / "run", "--metric", "loss")
     assert (asked.code, asked.out.splitlines()[-1]) == (0, "loss: no finite value at any step")
@@ -188,7 +222,7 @@ def test_the_error_for_a_log_of_counters_names_the_option_that_draws_them(
     (run / "log" / "train.jsonl").write_text(
         '{"step": 1, "time": "2026-01-01T00:00:00+00:00", "metrics": {"epoch": 1.0}}\n'
     )
-    for path in run.glob("step-*"):
+    for path in (run / "history", *run.glob("step-*")):
         shutil.rmtree(path)
     result = holdfast("plot", run)
     assert (result.code, "only epoch; --metric NAME draws" in result.err) == (3, True)
@@ -232,7 +266,8 @@ def test_a_recorded_metric_is_drawn_before_the_size(
         for step in (1, 2):
             manager.save(step, metrics={name: float(step) for name in metrics}, wait=True)
     document = holdfast("plot", tmp_path / "run", "--json").document
-    assert [one["name"] for one in document["series"]] == [*drawn, "checkpoint, MB"]
+    names = [one["name"] for one in document["series"] if one["panel"] != "throughput"]
+    assert names == [*drawn, "checkpoint, MB"]
     assert document["metrics"] == sorted(metrics)
     said = [note for note in document["notes"] if note.startswith("no loss to draw")]
     is_loss = any("loss" in name.lower() and name != "glossy" for name in drawn)
@@ -271,7 +306,7 @@ def test_what_cannot_be_drawn_is_refused(
 
 def test_a_run_that_logged_nothing_is_refused(holdfast: Command, run: Path) -> None:
     (run / "log" / "train.jsonl").unlink()
-    for path in run.glob("step-*"):
+    for path in (run / "history", *run.glob("step-*")):
         shutil.rmtree(path)
     result = holdfast("plot", run)
     assert result.code == 3

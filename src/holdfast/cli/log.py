@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime, timezone
 from typing import Literal
 
 import msgspec
@@ -31,6 +32,7 @@ from holdfast.policy.clock import span
 from holdfast.policy.costs import SaveCost
 from holdfast.policy.rules import recorded_time
 from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.history import HistorySave, read_history
 from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
 from holdfast.threads.buffers import collector_paused
@@ -85,6 +87,8 @@ class LoggedSave(Document, frozen=True, kw_only=True):
     """`left behind`: a rollback went on from an earlier one. `aborted`: gc has given it up."""
     why: str | None = None
     """Why it was deleted or aborted, and by whom; null where no record of that is left."""
+    deleted: str | None = None
+    """When it was deleted, in UTC; null where it was not, or no record of that is left."""
     cost: RecordedSaveCost | None = None
     """What it took; null where its manifest is gone."""
 
@@ -155,7 +159,9 @@ def log_root(root: str, *, saves: bool = False) -> Answer:
     store = open_root(root)
     catalog = Catalog(store)
     entries, unread = catalog.survey()
-    sessions = [*_sessions(store, catalog, entries, _costs_of(store, entries, linked=saves))]
+    recorded = {save.folder: save for save in read_history(store).saves} if saves else {}
+    costs = _costs_of(store, entries, linked=saves)
+    sessions = [*_sessions(store, catalog, entries, costs, recorded)]
     damaged, unopened = split_unread(unread)
     document = Log(root=store.url, sessions=sessions, damaged=damaged, unopened=unopened)
     lines = [unread_line(folder, error) for folder, error in unread]
@@ -167,6 +173,7 @@ def _sessions(
     catalog: Catalog,
     entries: Sequence[Entry],
     costs: Mapping[str, RecordedSaveCost],
+    recorded: Mapping[str, HistorySave],
 ) -> Iterator[LoggedSession]:
     epochs = sorted({*catalog.epochs(), *(entry.name.epoch for entry in entries)})
     claims = {epoch: _read_claim(catalog, epoch) for epoch in epochs}
@@ -175,7 +182,7 @@ def _sessions(
     for point in points:
         if point is not None:
             steps.setdefault(point.folder, _step_of(point.folder))
-    logged = _saves(catalog, entries, claims, costs)
+    logged = _saves(catalog, entries, claims, costs, recorded)
     changes = {
         session.epoch: session for entry in reversed(entries) for session in entry.manifest.changes
     }
@@ -216,6 +223,7 @@ def _saves(
     entries: Sequence[Entry],
     claims: Mapping[int, WriterRecord | None],
     costs: Mapping[str, RecordedSaveCost],
+    recorded: Mapping[str, HistorySave],
 ) -> dict[int, list[LoggedSave]]:
     """Find the saves of each epoch, oldest first, also those of which only a record is left."""
     by_folder = {entry.folder: entry for entry in entries}
@@ -226,11 +234,12 @@ def _saves(
         point = claim.resumed_from if claim is not None else None
         name = layout.parse_attempt(point.folder) if point is not None else None
         names |= {name} if name is not None else set()
+    names |= {name for name in map(layout.parse_attempt, recorded) if name is not None}
     found: dict[int, list[LoggedSave]] = {}
     for name in sorted(names):
         entry = by_folder.get(str(name))
         if entry is None:
-            saved = _ended_save(catalog, str(name), is_point=name not in there)
+            saved = _ended_save(catalog, str(name), recorded, is_gone=name not in there)
         else:
             saved = _present_save(entry, costs[entry.folder], is_in_lineage=entry.folder in lineage)
         if saved is not None:
@@ -251,14 +260,16 @@ def _present_save(entry: Entry, cost: RecordedSaveCost, *, is_in_lineage: bool) 
     )
 
 
-def _ended_save(catalog: Catalog, folder: str, *, is_point: bool) -> LoggedSave | None:
+def _ended_save(
+    catalog: Catalog, folder: str, recorded: Mapping[str, HistorySave], *, is_gone: bool
+) -> LoggedSave | None:
     """Describe a save without a manifest; None for a damaged one, which is listed elsewhere.
 
-    `is_point`: it has no folder any more, and a later claim names it.
+    `is_gone`: it has no folder any more, and only the history or a later claim names it.
     """
     state: Literal["deleted", "aborted", "not committed"] = "not committed"
     why = None
-    if is_point:
+    if is_gone:
         state = "deleted"
     else:
         try:
@@ -268,7 +279,25 @@ def _ended_save(catalog: Catalog, folder: str, *, is_point: bool) -> LoggedSave 
         if isinstance(register, Aborted | Deleted):
             state = "deleted" if isinstance(register, Deleted) else "aborted"
             why = f"{register.reason} ({register.by})"
-    return LoggedSave(folder=folder, step=_step_of(folder), state=state, why=why)
+    known = recorded.get(folder)
+    if known is None:
+        return LoggedSave(folder=folder, step=_step_of(folder), state=state, why=why)
+    return LoggedSave(
+        folder=folder,
+        step=known.step,
+        save_class=known.save_class or None,
+        reason=known.reason or None,
+        created=_utc(known.saved_s),
+        state=state,
+        why=why or known.deleted_why or None,
+        deleted=_utc(known.deleted_s),
+    )
+
+
+def _utc(time_s: float | None) -> str | None:
+    if time_s is None:
+        return None
+    return datetime.fromtimestamp(time_s, timezone.utc).isoformat(timespec="seconds")
 
 
 def _read_claim(catalog: Catalog, epoch: int) -> WriterRecord | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,11 +24,15 @@ from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.maintenance.recorded_costs import RecordedStart, read_recorded_costs
 from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.history import History, read_history
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ENDINGS = (".png", ".svg", ".pdf")
+_TABLE = ".csv"
+_MAX_PACES = 500
+"""Most points of the throughput between steps of the history."""
 _STEP = re.compile(r"step-(\d{1,18})\b", re.ASCII)
 _LOSSES = ("loss", "val/loss")
 _ANY = re.ASCII | re.DOTALL | re.IGNORECASE
@@ -63,6 +68,17 @@ class MetricSeries(Document, frozen=True):
     """Pairs of step and value."""
 
 
+class LeftBehind(Document, frozen=True):
+    """Values of steps that a rollback, or the resume after a crash, has left behind."""
+
+    session: int
+    """Number of the claim that recorded them."""
+    name: str
+    """The metric."""
+    points: Sequence[Sequence[float]]
+    """Pairs of step and value."""
+
+
 class PlotStart(Document, frozen=True):
     """Start of a session, but the first."""
 
@@ -85,6 +101,8 @@ class Plot(Document, frozen=True):
     """File that was written."""
     series: Sequence[MetricSeries]
     """Curves."""
+    branches: Sequence[LeftBehind]
+    """Of the metrics among the curves, what is no longer part of the run."""
     saves: Sequence[int]
     """Steps of the saves."""
     starts: Sequence[PlotStart]
@@ -97,7 +115,7 @@ class Plot(Document, frozen=True):
 
 @dataclass(slots=True)
 class _Record:
-    """Metrics, saves and times of a run, read from its log or from its manifests."""
+    """Metrics, saves and times of a run, read from its history, log and manifests."""
 
     metrics: dict[str, dict[float, float]] = field(default_factory=dict)
     """Values by metric and step, learning rates among them as `lr/<group>`."""
@@ -116,7 +134,8 @@ class _Record:
     click.Option(
         ["-o", "--output"],
         metavar="FILE",
-        help="Draw a .png, .svg or .pdf file. Without it, list the curves.",
+        help="Draw a .png, .svg or .pdf file, or write all metrics to a .csv file. Without it, "
+        "list the curves.",
         type=PATH,
     ),
     several("--metric", "metrics", "NAME", "Draw this metric instead of the usual ones."),
@@ -126,16 +145,20 @@ class _Record:
 def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | None) -> Answer:
     """Draw loss, learning rate and throughput over steps.
 
-    Values come from the log of a Trainer, or else from the metrics of the checkpoints. Ticks mark
-    saves, dashed lines resumes: green after a clean end, red after a crash. Drawing needs pip
-    install 'holdfast-torch[plot]'.
+    Values come from the history of the run, which has those of all steps, whatever was deleted.
+    Ticks mark saves, dashed lines resumes: green after a clean end, red after a crash. Steps that a
+    rollback or a crash has left behind are gray. Drawing needs pip install 'holdfast-torch[plot]'.
     """
-    if output is not None:
+    if output is not None and output.suffix != _TABLE:
         expect_drawable(output, "--output")
     store = open_root(root)
-    entries, unread = Catalog(store).survey()
+    catalog = Catalog(store)
+    entries, unread = catalog.survey()
     notes = [f"{folder}: not read: {reason}" for folder, reason in unread]
-    record = _recorded(root, log, entries, notes)
+    history = read_history(store)
+    lineage = None if history.is_empty else {*map(str, catalog.lineage())}
+    present = [entry for entry in entries if lineage is None or entry.folder in lineage]
+    record = _recorded(root, log, present, history, notes)
     watched = next((entry.manifest.best for entry in entries if entry.manifest.best), ())
     first = [one.metric for one in watched]
     series = _choose_series(record, metrics) if metrics else _usual(record, first, notes)
@@ -160,6 +183,7 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
         root=store.url,
         output=None if output is None else str(output),
         series=series,
+        branches=[*_left_behind(history, series)],
         saves=saved,
         starts=starts,
         metrics=sorted(record.metrics),
@@ -168,6 +192,10 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
     if output is None:
         others = [*_others(record, series), "-o FILE draws them"]
         return Answer(document=document, parts=[_make_series_table(series), *others, *notes])
+    if output.suffix == _TABLE:
+        names = metrics or sorted(record.metrics)
+        num_rows = _write_table(record, names, history, output)
+        return Answer(document=document, parts=[f"{output}: {num_rows} steps", *notes])
     _draw(document, output)
     num_panels = len({one.panel for one in series})
     return Answer(document=document, parts=[f"{output}: {num_panels} panels", *notes])
@@ -205,6 +233,11 @@ def _draw(document: Plot, path: Path) -> None:
             ]
             (line,) = axis.plot(*zip(*points, strict=True), marker=".", markersize=3)
             shown[one_line(one.name, _MAX_NAME)] = line
+        names = {one.name for one in curves}
+        for left in (one for one in document.branches if one.name in names):
+            drawn = [(at[0], at[1]) for at in left.points if not _is_beyond(at)]
+            for line in axis.plot(*zip(*drawn, strict=True), color="#aaaaaa", zorder=1):
+                shown["left behind"] = line
         across, foot = {"linestyle": "--"}, {"ymax": 0.04, "color": "#555555"}
         for name, steps, style in (
             ("saves", document.saves, foot),
@@ -221,12 +254,25 @@ def _draw(document: Plot, path: Path) -> None:
     save_figure(figure, path, "--output")
 
 
-def _recorded(root: str, log: Path | None, entries: Sequence[Entry], notes: list[str]) -> _Record:
-    """Read the log, or the manifests where there is none; add what is amiss to the notes."""
-    record = _read_log(log if log is not None else _log_of(root), is_given=log is not None)
-    if record is None:
-        record = _of_manifests(entries)
-        notes.append("no log: only the steps of checkpoints are known")
+def _recorded(
+    root: str, log: Path | None, entries: Sequence[Entry], history: History, notes: list[str]
+) -> _Record:
+    """Read the log of a Trainer, if there is one, and add the history and the manifests; add what
+    is amiss to the notes."""
+    logged = _read_log(log if log is not None else _log_of(root), is_given=log is not None)
+    record = logged or _Record()
+    for name, curve in history.curves.items():
+        of_log = record.metrics.get(name, {})
+        record.metrics[name] = {**of_log, **dict(zip(curve.steps, curve.values, strict=True))}
+    record.saved |= {save.step for save in history.saves if save.step is not None}
+    if logged is None:
+        record.pace = _paces(history)
+        _add_manifests(record, entries)
+        if history.is_empty:
+            notes.append("no history: only the steps of checkpoints are known")
+    if history.every > 1:
+        notes.append(f"the oldest part of the history has one step of {history.every}")
+    notes += [f"{key}: not read: {why}" for key, why in history.unread]
     # Oldest first: of two at one step the newer counts, as the run went back before the other.
     kept = sorted(entries, key=lambda entry: entry.order)
     record.sizes |= {entry.step: float(entry.manifest.plain_nbytes) for entry in kept}
@@ -278,12 +324,60 @@ def _add_line(record: _Record, line: Mapping[str, Any]) -> None:
         record.metrics.setdefault(name, {})[step] = value
 
 
-def _of_manifests(entries: Sequence[Entry]) -> _Record:
-    record = _Record()
+def _add_manifests(record: _Record, entries: Sequence[Entry]) -> None:
     for entry in sorted(entries, key=lambda entry: (entry.step, entry.order)):
         for name, value in entry.metrics.items():
             record.metrics.setdefault(name, {})[entry.step] = value
-    return record
+
+
+def _paces(history: History) -> list[tuple[datetime, Timestamp] | None]:
+    """Return when some of the steps were recorded; None between sessions."""
+    longest = max(history.curves.values(), key=lambda curve: len(curve.steps), default=None)
+    if longest is None:
+        return []
+    starts = {start.step for start in history.starts if start.is_in_lineage}
+    size = math.ceil(len(longest.steps) / _MAX_PACES)
+    found: list[tuple[datetime, Timestamp] | None] = []
+    for index, (step, time) in enumerate(zip(longest.steps, longest.times, strict=True)):
+        if index and not starts.isdisjoint(range(longest.steps[index - 1], step)):
+            found.append(None)
+        if index % size == 0:
+            found.append((datetime.fromtimestamp(time, timezone.utc), Timestamp(step=step)))
+    return found
+
+
+def _left_behind(history: History, series: Sequence[MetricSeries]) -> Iterator[LeftBehind]:
+    for branch in history.branches:
+        for name in dict.fromkeys(one.name for one in series if one.name in branch.curves):
+            curve = branch.curves[name]
+            points = [[*point] for point in zip(curve.steps, curve.values, strict=True)]
+            yield LeftBehind(session=branch.epoch, name=name, points=points)
+
+
+def _write_table(record: _Record, names: Sequence[str], history: History, path: Path) -> int:
+    """Write the values of metrics by step, with the time of each step; return the number of rows.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    times: dict[float, float] = {
+        step: time
+        for name in names
+        if name in history.curves
+        for step, time in zip(history.curves[name].steps, history.curves[name].times, strict=True)
+    }
+    steps = sorted({step for name in names for step in record.metrics[name]})
+    try:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(["step", "time", *names])
+            for step in steps:
+                when = datetime.fromtimestamp(times[step], timezone.utc) if step in times else None
+                values = [record.metrics[name].get(step, "") for name in names]
+                rows.writerow([step, "" if when is None else when.isoformat(), *values])
+    except OSError as error:
+        raise UsageError(f"--output={str(path)!r}: {error.strerror or error}") from error
+    return len(steps)
 
 
 def _usual(record: _Record, watched: Sequence[str], notes: list[str]) -> list[MetricSeries]:

@@ -315,7 +315,7 @@ def _join_curves(
             cut = _cut_curve(curve, last=ends[epoch])
             if cut.steps:
                 parts.setdefault(name, []).append(cut)
-    return {name: _join_parts(found) for name, found in sorted(parts.items())}
+    return {name: _join_parts(found) for name, found in parts.items()}
 
 
 def _find_branches(
