@@ -23,6 +23,7 @@ from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import Fault, FaultyStore
 
 Command = Callable[..., Result]
 STEP = "$(basename {checkpoint} | sed 's/step-0*//; s/[.].*//')"
@@ -123,6 +124,20 @@ def test_of_several_processes_one_gets_a_checkpoint(tmp_path: Path, store: Store
     with two[0].claim_checkpoint(first) as is_ours:
         assert not is_ours
     assert [entry.step for entry in two[0].list_unmeasured()] == [2]
+
+
+def test_a_lost_reply_loses_neither_a_claim_nor_a_value() -> None:
+    """Of an object store, where a put may take effect although its reply was an error."""
+    lost = Fault(kind="lose_reply", op="put", key="*/notes-*", times=2)
+    store = MemoryStore()
+    save_steps(store, 1)
+    evaluations = Evaluations(FaultyStore(store, [lost]), "acc", Emitter(()))
+    (entry,) = evaluations.list_unmeasured()
+    with evaluations.claim_checkpoint(entry) as is_ours:
+        assert is_ours
+        evaluations.record_metrics(entry, {"acc": 0.5})
+    assert lost.reached.is_set()
+    assert values_of(store, "acc") == {1: 0.5}
 
 
 def test_a_killed_process_frees_its_checkpoint(holdfast: Command, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class Crew:
             time.sleep(0.05)
         self.processes += [self._start(number) for number in (1, 2)]
         self.killed: dict[int, float] = {}
-        """Process → when it was dead."""
+        """Process → when it was killed."""
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         quiet = subprocess.DEVNULL
@@ -101,9 +101,9 @@ class Crew:
         process = self.processes[number]
         if process.poll() is not None:
             raise AssertionError(f"{number} has ended with {process.returncode}")
+        self.killed[process.pid] = time.time()
         process.kill()
         process.wait()
-        self.killed[process.pid] = time.time()
         self.processes[number] = self._start(number)
 
     def end(self) -> None:
@@ -123,7 +123,8 @@ def check_begins(crew: Crew) -> set[int]:
     for step, each in begins.items():
         for (_, worker), (when, _) in itertools.pairwise(each):
             if crew.killed.get(worker, float("inf")) > when:
-                raise AssertionError(f"step {step} is evaluated again, but {worker} lives: {each}")
+                told = f"{worker} lives until {crew.killed.get(worker)}"
+                raise AssertionError(f"step {step} is evaluated again, but {told}: {each}")
     return {*begins}
 
 

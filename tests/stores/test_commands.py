@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,20 @@ def test_every_command_takes_a_url(
     listed = holdfast("ls", root, "--json").document
     assert [entry["step"] for entry in listed["checkpoints"]] == [300, 100]
     assert holdfast("gc", root).code == 0
+
+
+@on("moto")
+def test_checkpoints_of_a_bucket_are_evaluated_by_their_urls(
+    holdfast: Command, service: Service, root: str, saved: Any
+) -> None:
+    program = f'case $0 in {root}@step-*) echo "{{\\"acc\\": 0.5}}";; esac'
+    words = ("--metric", "acc", "--json", "--", "sh", "-c", program, "{checkpoint}")
+    lines = holdfast("evaluate", root, *words).out.splitlines()
+    assert [json.loads(line).get("step") for line in lines] == [100, 200, 300, None]
+    assert holdfast("metric", f"{root}@step=200", "acc=0.9", "--replace").code == 0
+    assert holdfast("prune", root, "--keep", "best:acc:wait=1").code == 0
+    listed = holdfast("ls", root, "--json").document["checkpoints"]
+    assert [(one["step"], one["metrics"]["acc"]) for one in listed] == [(300, 0.5), (200, 0.9)]
 
 
 @pytest.mark.full
