@@ -80,6 +80,7 @@ class Crew:
         self.processes += [self._start(number) for number in (1, 2)]
         self.killed: dict[int, float] = {}
         """Process → when it was killed."""
+        self.started = {process.pid for process in self.processes}
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         quiet = subprocess.DEVNULL
@@ -105,6 +106,7 @@ class Crew:
         process.kill()
         process.wait()
         self.processes[number] = self._start(number)
+        self.started.add(self.processes[number].pid)
 
     def end(self) -> None:
         """Let the training end, and wait for all."""
@@ -122,7 +124,8 @@ def check_begins(crew: Crew) -> set[int]:
         begins.setdefault(int(step), []).append((float(when), int(worker)))
     for step, each in begins.items():
         for (_, worker), (when, _) in itertools.pairwise(each):
-            if crew.killed.get(worker, float("inf")) > when:
+            # A program whose parent is none of them began after that was killed.
+            if worker in crew.started and crew.killed.get(worker, float("inf")) > when:
                 told = f"{worker} lives until {crew.killed.get(worker)}"
                 raise AssertionError(f"step {step} is evaluated again, but {told}: {each}")
     return {*begins}
