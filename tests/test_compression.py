@@ -148,6 +148,7 @@ def test_a_flipped_bit_is_named_by_file_block_and_tensor(tmp_path: Path, at: str
     assert verify(open_store(tmp_path), folder, decode=False).problems[0].block == block
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", ["shorter", "longer", "missing"])
 def test_a_file_of_another_length_is_damaged(tmp_path: Path, change: str) -> None:
     """D14."""

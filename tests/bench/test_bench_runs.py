@@ -223,6 +223,7 @@ def test_transfers_and_trainings_are_measured_on_a_server_of_the_tests(tmp_path:
     assert printed.count("| holdfast, straight to the store |") == 2
 
 
+@pytest.mark.full
 def test_tables_of_an_earlier_run_are_printed_again(tmp_path: Path) -> None:
     figures = tmp_path / "old.json"
     results = Results(titles={"remote": "1 GB"})

@@ -81,6 +81,7 @@ def test_what_a_life_has_changed_is_known_after_its_checkpoints_are_deleted(
     assert [change["epoch"] for change in shown["changes"]] == [2, 3]
 
 
+@pytest.mark.full
 def test_a_process_that_was_killed_is_told_from_one_that_ended(
     holdfast: Command, tmp_path: Path
 ) -> None:

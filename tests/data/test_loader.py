@@ -102,6 +102,7 @@ def test_persistent_workers_go_on_after_a_loop_that_broke_off(
     assert_same(begun + epochs(loader, 2), straight)
 
 
+@pytest.mark.full
 def test_spawned_workers_give_the_same(straight: list[torch.Tensor]) -> None:
     loader = augmented(1, multiprocessing_context="spawn")
     assert_same(list(islice(loader, 2)), straight[:2])

@@ -330,6 +330,7 @@ def train(num_workers: int, rank: int) -> tuple[Batches, dict[str, Any], Batches
     return found + [b.tolist() for b in islice(again, 2)], loader.state_dict(), alone
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_workers", [0, *full(2)])
 def test_the_default_is_that_of_the_process_group(num_workers: int) -> None:
     results = [r for r in run_ranks(2, partial(train, num_workers)) if r is not None]

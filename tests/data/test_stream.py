@@ -53,6 +53,7 @@ def test_every_position_resumes_exactly(kind: str) -> None:
         assert_same(begun + rest, straight)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "taken"), diagonal(["state", "shuffled", "replayed"], [1, 4, 9, 12])
 )

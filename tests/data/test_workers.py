@@ -25,7 +25,7 @@ def has_ended(pidfd: int, timeout_s: float) -> bool:
     return bool(ends.poll(1000 * timeout_s))
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver", *full("spawn")])
+@pytest.mark.parametrize("context", ["fork", *full("forkserver", "spawn")])
 def test_a_worker_in_the_middle_of_a_fetch_ends_with_a_training_that_is_killed(
     context: str,
 ) -> None:
@@ -44,6 +44,7 @@ def test_a_worker_in_the_middle_of_a_fetch_ends_with_a_training_that_is_killed(
                 os.close(ended)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("context", ["fork", *full("forkserver")])
 def test_a_training_ends_though_it_left_iterators_in_the_middle(context: str) -> None:
     """multiprocessing waits at the exit for each worker, and asks it to end once."""

@@ -33,6 +33,7 @@ from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.ranks import ThreadCoordinator
+from marks import diagonal
 
 KEY = SecretKey(bytes(range(32)))
 SEALS = Encryption(keys=KEY)
@@ -100,8 +101,7 @@ def resume_on(num_ranks: int, store: Store, **options: Any) -> list[dict[str, by
     return all_of(on_ranks(ranks, work))
 
 
-@pytest.mark.parametrize("compress", [None, "zstd"])
-@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize(("is_local", "compress"), diagonal([True, False], ["zstd", None]))
 def test_any_number_of_ranks_loads_what_several_have_encrypted(
     compress: Any, is_local: bool, tmp_path: Path
 ) -> None:

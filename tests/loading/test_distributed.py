@@ -20,6 +20,7 @@ from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.testing.ranks import ThreadCoordinator
+from marks import diagonal
 
 
 def coordinators(num_ranks: int) -> Sequence[Coordinator]:
@@ -30,8 +31,7 @@ def newest(store: Store) -> str:
     return max(entry.folder for entry in Catalog(store).checkpoints())
 
 
-@pytest.mark.parametrize("kind", ["memory", "local"])
-@pytest.mark.parametrize("num_before", [1, 2, 3])
+@pytest.mark.parametrize(("num_before", "kind"), diagonal([1, 2, 3], ["local", "memory"]))
 def test_any_number_of_ranks_goes_on_bit_for_bit(
     num_before: int, kind: str, ram_path: Path
 ) -> None:

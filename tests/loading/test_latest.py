@@ -18,6 +18,7 @@ from holdfast.testing.faulty import Fault, FaultyStore
 from holdfast.train import Trainer
 from holdfast.train.evaluation.validation import Validation
 from holdfast.weights import load_weights
+from marks import diagonal
 from runs import Run, new_run
 
 
@@ -77,8 +78,9 @@ def shown(root: Path, run: Run) -> object:
     return open_target(str(root))
 
 
-@pytest.mark.parametrize("damage", [cut, lose])
-@pytest.mark.parametrize("call", [weights, whole, validated, read, shown])
+@pytest.mark.parametrize(
+    ("call", "damage"), diagonal([weights, whole, validated, read, shown], [cut, lose])
+)
 def test_a_damaged_manifest_of_the_newest_is_an_error_and_no_older_one(
     root: Path, damage: Callable[[Path], None], call: Callable[[Path, Run], object]
 ) -> None:

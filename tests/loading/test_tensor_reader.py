@@ -169,7 +169,7 @@ def damage(root: Path, step: int, *, component: str = "optimizer") -> str:
     return folder.name
 
 
-@pytest.fixture(params=["in place", *full("in place from disk"), "bounded"])
+@pytest.fixture(params=["in place", *full("in place from disk", "bounded")])
 def how(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[dict[str, Any], dict[str, Any]]:

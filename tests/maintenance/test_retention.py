@@ -269,6 +269,7 @@ def test_newest_pinned_and_best_stay_in_many_histories() -> None:
     play(500)
 
 
+@pytest.mark.full
 def test_a_retention_that_forgets_the_pins_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above sees what it is for."""
     monkeypatch.setattr(policy, "_protection", lambda entry, resumed_from: "")

@@ -153,6 +153,7 @@ def test_a_store_that_becomes_slow_makes_saves_rarer_and_says_so(
     assert "as long as a save is written" in sink.of("interval")[-1].message
 
 
+@pytest.mark.full
 def test_cheaper_saves_make_it_shorter(loop: Loop, sink: Recorder) -> None:
     loop.stall_s = 60.0
     loop.steps(150)

@@ -197,7 +197,7 @@ def test_a_process_ends_in_peace_while_its_threads_use_the_store() -> None:
 @pytest.mark.parametrize(
     ("comes", "starts_threads"),
     [
-        ("first", True),
+        pytest.param("first", True, marks=pytest.mark.full),
         ("last", False),
         pytest.param("last", True, marks=pytest.mark.full),
         pytest.param("first", False, marks=pytest.mark.full),

@@ -55,6 +55,15 @@ OF_FOLLOWER: dict[str, tuple[OpName, str] | tuple[Verb, str]] = {
     "post the files": ("post", "files"),
     "hear the outcome": ("hear", "outcome"),
 }
+QUICK = (
+    "write",
+    "put the index",
+    "commit",
+    "announce the outcome",
+    "post the files",
+    "hear the plan",
+)
+"""Places at which `make test` has an error."""
 AGREEMENT = ("plan", "announce the plan", "share", "hear the plan")
 """Places that are in the caller's thread if the structure has changed."""
 _VERBS = ("post", "collect", "announce", "hear")
@@ -72,6 +81,7 @@ def cases() -> list[Any]:
                 continue
             is_slow = how in ("die", "hang") and (rank, place, how) not in brief
             is_full = is_slow or (how == "full disk" and place != "write")
+            is_full |= how == "raise" and place not in QUICK
             marks = pytest.mark.full if is_full else ()
             name = f"{'follower' if rank else 'leader'}-{place}-{how}".replace(" ", "_")
             found.append(pytest.param(rank, place, how, False, marks=marks, id=name))

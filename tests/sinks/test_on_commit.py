@@ -171,6 +171,7 @@ def test_of_several_ranks_the_leader_runs_it(tmp_path: Path) -> None:
     assert run_ranks(2, partial(leads, tmp_path / "run")) == [[1], []]
 
 
+@pytest.mark.full
 def test_a_program_that_ends_without_a_close_runs_it_all_the_same(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

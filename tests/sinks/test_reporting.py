@@ -136,6 +136,7 @@ def leads(root: Path, rank: int) -> list[int | None]:
     return sink.steps
 
 
+@pytest.mark.full
 def test_of_several_ranks_the_leader_reports(tmp_path: Path) -> None:
     assert run_ranks(2, partial(leads, tmp_path / "run")) == [[1], []]
 

@@ -291,6 +291,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", *full("aot_eager", "inductor")])
 @pytest.mark.parametrize("is_compiled_before", [True, False], ids=["before", "after"])

@@ -44,7 +44,7 @@ def put_together(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     return dict(zip(paths, wholes, strict=True))
 
 
-@pytest.mark.parametrize("size", [2, 4, *marks.full(6)])
+@pytest.mark.parametrize("size", [2, *marks.full(4, 6)])
 def test_the_boxes_of_all_ranks_put_together_are_the_full_tensors(
     size: int, tmp_path: Path
 ) -> None:

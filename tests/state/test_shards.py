@@ -232,6 +232,7 @@ def test_a_sharded_tensor_is_refused_with_what_to_use() -> None:
     assert "fully_shard" in found.reason
 
 
+@pytest.mark.full
 def test_plain_tensors_import_nothing_of_torch_distributed() -> None:
     import warm
 

@@ -19,6 +19,7 @@ from holdfast.interop.comparing.pairs import PairTally
 from holdfast.interop.comparing.statistics import TensorStats, TensorTally, stats_of
 from holdfast.interop.opening import open_source
 from holdfast.state.leaves import DTYPE_NAMES
+from marks import full
 
 RANDOM = torch.Generator().manual_seed(5)
 
@@ -82,7 +83,8 @@ def test_exponents_of_many_numbers_are_those_of_each(num: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint16]
+    "dtype",
+    [torch.bfloat16, *full(torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint16)],
 )
 def test_numbers_counted_by_their_codes_have_the_same_figures(dtype: torch.dtype) -> None:
     tensor = torch.randint(0, 256, (600, 1000), generator=RANDOM, dtype=torch.uint8)

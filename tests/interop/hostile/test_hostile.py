@@ -33,6 +33,7 @@ def test_no_file_costs_more_than_its_limits() -> None:
     assert bad(found) == ""
 
 
+@pytest.mark.full
 def test_the_harness_notices_code_that_runs_and_files_that_are_read() -> None:
     """D65, invariant 5: a reader with one more global or one limit less is caught."""
     assert_noticed(run_child(CHILD, "mutants"), MUTANTS)

@@ -163,6 +163,7 @@ def test_a_server_is_no_local_tier(tmp_path: Path) -> None:
         holdfast.Tiered("sftp://host/run", str(tmp_path))
 
 
+@pytest.mark.full
 def test_a_server_killed_during_a_commit_loses_no_earlier_one(root: str, sshd: Sshd) -> None:
     store = _Killing(root, sshd)
     manager = holdfast.CheckpointManager(store, {"model": torch.nn.Linear(256, 256)})

@@ -49,10 +49,10 @@ def run(limits: dict[str, Any], phase: Phase, root: str, steps: int, report: Rep
     ).fit(steps)
 
 
-CASES: list[tuple[dict[str, Any], Phase]] = [
-    ({"train": 3}, "train"),
+CASES = [
     ({"overfit": 2}, "validation"),
-    ({}, "save"),
+    pytest.param({"train": 3}, "train", marks=pytest.mark.full),
+    pytest.param({}, "save", marks=pytest.mark.full),
 ]
 
 

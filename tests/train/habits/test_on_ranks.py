@@ -69,6 +69,7 @@ def _fit(root: Path, until: str, strategy: str, rank: int) -> Any:
     return fit(root, until, 2, options(strategy, Limits(train=3, sanity=1)), rank)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", [*full("ddp"), "fsdp2"])
 def test_a_resumed_run_with_all_of_them_is_the_same(strategy: str, tmp_path: Path) -> None:
     once = run_ranks(2, partial(_fit, tmp_path / "once", "7step", strategy))

@@ -133,7 +133,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "replicas of fsdp2": {"strategy": FSDP2(mesh=(3, 1))},
 }
 REBUILT = {"strategy": DDP(rebuild_buckets=True)}
-QUICK = ("default", "windows")
+QUICK = ("windows",)
 """Those that `make test` runs."""
 
 
@@ -157,6 +157,7 @@ def test_a_resume_on_three_ranks_is_exact(options: dict[str, Any], tmp_path: Pat
     assert run_ranks(NUM_RANKS, partial(is_exact, tmp_path, options)) == [True] * NUM_RANKS
 
 
+@pytest.mark.full
 def test_a_resume_is_not_exact_where_torch_rebuilds_its_buckets(tmp_path: Path) -> None:
     """So the tests above would notice it."""
     assert run_ranks(NUM_RANKS, partial(is_exact, tmp_path, REBUILT)) == [False] * NUM_RANKS

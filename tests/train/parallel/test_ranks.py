@@ -52,7 +52,7 @@ from holdfast.train import (
 from holdfast.train.fit import starting
 from holdfast.train.group import join_group
 from holdfast.train.step.device_metrics import Mean, RankMeans, mean_of_ranks
-from marks import diagonal
+from marks import diagonal, full
 
 GLOBAL_BATCH = 12
 
@@ -198,7 +198,7 @@ def best_weights(root: Path, strategy: str, rank: int) -> Any:
     return outcome.best.step, saved, state_of(trainer)["weights"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["fsdp2", *full("ddp")])
 def test_ranks_save_and_load_the_best_checkpoint_together(strategy: str, tmp_path: Path) -> None:
     found = run_ranks(2, partial(best_weights, tmp_path, strategy))
     assert_same(found[1], found[0])
@@ -256,7 +256,7 @@ def overridden(root: Path, strategy: str, rank: int) -> Any:
     return trainer.optimizer.param_groups[0]["lr"], told
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", ["ddp", *full("fsdp2")])
 def test_all_ranks_take_the_rate_of_the_script(strategy: str, tmp_path: Path) -> None:
     fit(tmp_path, "2step", 1, {"strategy": "single", "ranks": None}, 0)
     found = run_ranks(2, partial(overridden, tmp_path, strategy))
@@ -292,6 +292,7 @@ def fit_stream(root: Path, until: str, num_ranks: int, rank: int) -> Any:
     return state_of(trainer), (stream.epoch, stream.batch)
 
 
+@pytest.mark.full
 def test_a_resumed_run_over_a_stream_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Invariant 7: bit for bit on two; on one it goes on where the two were."""
     once = run_ranks(2, partial(fit_stream, tmp_path / "once", "11step", 2))
@@ -354,7 +355,11 @@ def carried_on(root: Path, num_ranks: int, strategy: Any, rank: int) -> Any:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((2, "fsdp2"), (1, None)), ((1, None), (2, "ddp")), ((2, "ddp"), (3, "fsdp2"))],
+    [
+        pytest.param((2, "fsdp2"), (1, None), marks=pytest.mark.full),
+        pytest.param((1, None), (2, "ddp"), marks=pytest.mark.full),
+        ((2, "ddp"), (3, "fsdp2")),
+    ],
 )
 def test_a_run_goes_on_with_another_number_of_ranks_and_strategy(
     before: tuple[int, Any], after: tuple[int, Any], tmp_path: Path
@@ -804,6 +809,7 @@ def fit_scored(root: Path, num_ranks: int, untils: list[str], rank: int) -> None
         make(root, num_ranks, validate=plan, **options).fit(until)
 
 
+@pytest.mark.full
 def test_metrics_are_those_of_all_ranks_and_a_resume_goes_on_with_each_ranks_own(
     tmp_path: Path,
 ) -> None:

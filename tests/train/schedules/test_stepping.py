@@ -23,6 +23,7 @@ from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.resume import leaf_digests
 from holdfast.train import Callback, Counts, HookFailed, Schedule, Training, Validation, cosine
+from marks import diagonal
 from train.small import Noisy, NoLength, make
 
 Factory = Callable[[torch.optim.Optimizer], Any]
@@ -118,8 +119,7 @@ def options_of(case: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("end", [1, 4, 5, 7])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "end"), diagonal([*CASES], [1, 4, 5, 7]))
 def test_a_run_in_two_lives_is_the_run_in_one(tmp_path: Path, case: str, end: int) -> None:
     """Invariant 7: ended inside an epoch, at its end, and at a validation, with a longer goal."""
     whole = make(tmp_path / "one", **options_of(case))
