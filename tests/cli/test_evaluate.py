@@ -15,9 +15,10 @@ import torch
 from tests.cli.roots import Result
 
 from children import environment
-from holdfast import CheckpointManager
+from holdfast import CheckpointManager, Encryption
 from holdfast.cli.supervisor import FORWARDED
 from holdfast.events import Emitter
+from holdfast.keys import from_file
 from holdfast.ownership.evaluations import Evaluations
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
@@ -124,6 +125,32 @@ def test_of_several_processes_one_gets_a_checkpoint(tmp_path: Path, store: Store
     with two[0].claim_checkpoint(first) as is_ours:
         assert not is_ours
     assert [entry.step for entry in two[0].list_unmeasured()] == [2]
+
+
+def test_an_encrypted_run_is_evaluated_with_its_keys(holdfast: Command, tmp_path: Path) -> None:
+    root, key = tmp_path / "run", tmp_path / "key"
+    assert holdfast("keys", "generate", key).code == 0
+    save_steps(root, 1, 2, encrypt=Encryption(keys=from_file(key)))
+    program = ("sh", "-c", 'echo "{\\"acc\\": 1}" # {checkpoint}')
+    words = ("evaluate", root, "--metric", "acc", "--", *program)
+    assert holdfast(*words).code == 1
+    assert holdfast("--key-file", key, *words).code == 0
+    shown = holdfast("--key-file", key, "ls", root, "--json").document["checkpoints"]
+    assert [one["metrics"] for one in shown] == [{"acc": 1.0}, {"acc": 1.0}]
+    assert not any(b'"acc"' in path.read_bytes() for path in root.rglob("*.json"))
+
+
+def test_a_signal_stops_the_program_and_frees_the_checkpoint(
+    holdfast: Command, tmp_path: Path
+) -> None:
+    save_steps(tmp_path, 1)
+    program = "kill -TERM $PPID; sleep 60 # {checkpoint}"
+    words = ("--metric", "acc", "--tries", 1, "--json", "--", "sh", "-c", program)
+    result = holdfast("evaluate", tmp_path, *words)
+    assert (result.code, lines(result)[-1]["summary"]["evaluated"]) == (128 + signal.SIGTERM, 0)
+    store = LocalStore(tmp_path)
+    (entry,) = Catalog(store).checkpoints()
+    assert Evaluations(store, "acc", Emitter(())).find_holder(entry.folder, entry.marks) is None
 
 
 def test_a_lost_reply_loses_neither_a_claim_nor_a_value() -> None:

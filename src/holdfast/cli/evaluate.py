@@ -231,6 +231,7 @@ class _Evaluator:
             with self._evaluations.claim_checkpoint(entry) as is_ours:
                 if is_ours:
                     return entry, self._evaluate_entry(entry, command)
+            self._elsewhere[entry.folder] = "another process"
         return None, None
 
     def _evaluate_entry(self, entry: Entry, command: Sequence[str]) -> int | None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 
 import msgspec
 
-from holdfast.errors import AccessDenied, NoCheckpoint
+from holdfast.errors import AccessDenied, NoCheckpoint, SealError
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.manifest import Manifest
@@ -32,15 +32,25 @@ class Evaluations:
         self._emit = emit
         self._readers = Readers(store)
         self._manifests: dict[str, Manifest] = {}
+        self._reported: set[str] = set()
 
     def list_unmeasured(self) -> list[Entry]:
         """List the checkpoints without a value, oldest first: retention deletes the oldest next.
 
         Skips those that no rule and no name `best` counts: unhealthy, rejected, or left behind by a
-        rollback.
+        rollback. Warns once of each that cannot be read.
+
+        Raises:
+            SealError: no checkpoint can be decrypted with the keys.
         """
         catalog = Catalog(self._store)
-        entries, _ = catalog.survey(known=self._manifests)
+        entries, unread = catalog.survey(known=self._manifests)
+        for folder, error in unread:
+            if isinstance(error, SealError) and not entries:
+                raise error
+            if folder not in self._reported:
+                self._reported.add(folder)
+                self._emit("warning", f"{folder} is not evaluated: {error}", folder=folder)
         self._manifests = {entry.folder: entry.manifest for entry in entries}
         lineage = {name.order for name in catalog.lineage()}
         return [
