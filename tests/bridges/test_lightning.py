@@ -300,6 +300,41 @@ def test_a_fit_that_saves_its_end_alone_is_warned_of(
     assert ("a crash loses all of it" in caplog.text) == is_told
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_the_words_of_lightning_mean_ours_beside_its_own_callback(
+    which: str, is_first: bool, tmp_path: Path
+) -> None:
+    """In a new process, where `ModelCheckpoint` has no path."""
+    saving = HoldfastCheckpoint(tmp_path / "run", every="2step", keep="last:2,best:val_loss")
+    module, data = Regression(), Loader(Noisy(), batch_size=22)
+    trainer(saving, max_steps=7).fit(module, train_data(), data)
+    theirs = ModelCheckpoint(tmp_path / "theirs", monitor="val_loss", save_last=True)
+    made = trainer(*((saving, theirs) if is_first else (theirs, saving)))
+    made.test(module, data, ckpt_path=which, verbose=False)
+    name = which.replace("last", "latest")
+    forks.assert_equal(dict(module.state_dict()), holdfast.load_weights(f"{tmp_path}/run@{name}"))
+
+
+@pytest.mark.parametrize("part", [None, "net"])
+def test_a_module_is_made_of_a_root_as_of_a_file(part: str | None, tmp_path: Path) -> None:
+    """With its hyper-parameters, and what its hooks have saved."""
+    saving = HoldfastCheckpoint(tmp_path, model=part)
+    made = trainer(saving, max_steps=4)
+    made.fit(Regression(rate=0.5), train_data(), Loader(Noisy(), batch_size=22))
+    for path in (tmp_path, f"{tmp_path}@step=4", holdfast.load_weights(tmp_path, nn_of(part)).path):
+        module = Regression.load_from_checkpoint(path, map_location="cpu")
+        forks.assert_equal(dict(module.state_dict()), weights(made))
+        assert module.hparams["rate"] == 0.5
+        assert module.num_batches == made.lightning_module.num_batches
+    with pytest.raises(NoCheckpoint, match="a folder without checkpoints"):
+        Regression.load_from_checkpoint(tmp_path.parent)
+
+
+def nn_of(part: str | None) -> nn.Module:
+    return Regression() if part is None else Regression().net
+
+
 @pytest.mark.full
 def test_lightnings_best_is_the_best_of_the_rule(tmp_path: Path) -> None:
     keep = holdfast.Best("val_loss", 1) | holdfast.Last(1)

@@ -29,7 +29,7 @@ from holdfast.bridges.lightning.seams import (
     model_of,
     monitors_of,
 )
-from holdfast.bridges.lightning.state import ReadingIO, TrainerState
+from holdfast.bridges.lightning.state import ReadingIO, TrainerState, load_roots
 from holdfast.bridges.parts import (
     BridgeValidations,
     Generators,
@@ -385,3 +385,4 @@ class HoldfastCheckpoint(CheckpointCallback):
 
 
 find_last(HoldfastCheckpoint)
+load_roots()

@@ -74,8 +74,11 @@ def check_trainer(trainer: Any) -> None:
         raise UsageError("HoldfastCheckpoint:\n" + listing(wrong))
 
 
+_NO_BEST = 'none, by its rule for a metric: give HoldfastCheckpoint(…, keep="last:1,best:val_loss")'
+
+
 def find_last(callback: type[Any]) -> None:
-    """Let Lightning's `ckpt_path="last"` find the checkpoints of `callback`, our class.
+    """Let Lightning's `ckpt_path="last"` and "best" find the checkpoints of `callback`, our class.
 
     Lightning asks only its own callbacks, and chooses the path before any hook of a callback is
     called. A version without this method is refused by `check_trainer`, when a fit begins.
@@ -86,19 +89,17 @@ def find_last(callback: type[Any]) -> None:
         return
 
     def parse(connector: Any, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
-        callbacks = connector.trainer.checkpoint_callbacks
-        ours = [one for one in callbacks if isinstance(one, callback)]
-        if ckpt_path == "best" and callbacks[:1] == ours[:1] != [] and not ours[0].best_model_path:
-            raise UsageError(
-                f"ckpt_path='best': {ours[0].checkpoints.root} has none, by its rule for a metric: "
-                'give HoldfastCheckpoint(…, keep="last:1,best:val_loss")'
-            )
-        if ckpt_path != "last" or not ours:
+        others = [*connector.trainer.checkpoint_callbacks]
+        ours = next((one for one in others if isinstance(one, callback)), None)
+        if ckpt_path not in ("last", "best") or ours is None:
             return original(connector, state_fn, ckpt_path, *args, **options)
-        path = ours[0].last_model_path
-        if not path and state_fn.value != "fit":
-            raise UsageError(f"ckpt_path='last': {ours[0].checkpoints.root} has no checkpoint")
-        return path or None  # a fit begins the run
+        path = ours.best_model_path if ckpt_path == "best" else ours.last_model_path
+        if path or (ckpt_path == "last" and state_fn.value == "fit"):
+            return path or None  # a fit begins the run
+        if any(getattr(one, f"{ckpt_path}_model_path", "") for one in others):
+            return original(connector, state_fn, ckpt_path, *args, **options)
+        lack = "no checkpoint" if ckpt_path == "last" else _NO_BEST
+        raise UsageError(f"ckpt_path={ckpt_path!r}: {ours.checkpoints.root} has {lack}")
 
     connector_class._parse_ckpt_path = parse
 

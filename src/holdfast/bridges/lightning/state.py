@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import lightning
+import torch
+from lightning.pytorch.core import saving
 from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
 from typing_extensions import override
@@ -14,6 +16,7 @@ from typing_extensions import override
 from holdfast.bridges.lightning.seams import FRAMEWORK, RESTARTING, model_of, position_of
 from holdfast.bridges.parts import left_out
 from holdfast.checkpoints import StateHooks
+from holdfast.errors import NoCheckpoint
 from holdfast.events import Emitter
 from holdfast.interop.sources import checkpoint as checkpoints_of_ours
 from holdfast.keys import Encryption
@@ -22,6 +25,7 @@ from holdfast.ownership.access import place_of
 from holdfast.results import Checkpoint
 from holdfast.state.components import RNG, TRAINER
 from holdfast.store.base import Store
+from holdfast.weights import load_weights
 
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 
@@ -279,7 +283,7 @@ class ReadingIO(CheckpointIO):
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
         """Load weights into the live module, and return them with what hooks may ask for."""
         text = os.fspath(path)
-        if text.endswith(_FILES) or not checkpoints_of_ours.recognises(text):
+        if not _is_ours(text):
             options = {name: one for name, one in options.items() if one is not None}
             loaded: dict[str, Any] = self.inner.load_checkpoint(path, *arguments, **options)
             return loaded
@@ -300,18 +304,7 @@ class ReadingIO(CheckpointIO):
             self.asked = store, folder or which
         # Averages of the weights, which are what is tested, are in the place of the weights.
         unread = {"loops", "state_dict"} if is_fit else {"loops"}
-        content = (
-            stored.content.get("checkpoint", {}) if stored.content.get("of") == FRAMEWORK else {}
-        )
-        return {
-            "pytorch-lightning_version": lightning.__version__,
-            "epoch": 0,
-            "global_step": 0,
-            "state_dict": module.state_dict(),
-            **{name: one for name, one in content.items() if name not in unread},
-            "optimizer_states": [],
-            "lr_schedulers": [],
-        }
+        return _build_content(module.state_dict(), stored, unread)
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
@@ -322,6 +315,55 @@ class ReadingIO(CheckpointIO):
     def teardown(self) -> None:
         """Let the inner one clean up."""
         self.inner.teardown()
+
+
+def load_roots() -> None:
+    """Let `load_from_checkpoint` of modules and data modules take a root, or ROOT@WHICH."""
+    original = saving.pl_load
+
+    def load(path: Any, map_location: Any = None, **options: Any) -> Any:
+        if not isinstance(path, str | os.PathLike) or not _is_ours(os.fspath(path)):
+            return original(path, map_location=map_location, **options)
+        store, which, folder = place_of(os.fspath(path))
+        stored, hooks = _Stored(), StateHooks(one_sided=lambda name: True)
+        with CheckpointManager(store, {TRAINER: stored}, ranks=None, hooks=hooks, sinks=()) as one:
+            found = one.load(folder or which, skip=[RNG])
+        weights = load_weights(found.path)
+        part = stored.content.get("part")
+        prefix = f"{part}." if part else ""
+        device = map_location if isinstance(map_location, str | torch.device) else None
+        moved = {f"{prefix}{name}": value.to(device) for name, value in weights.items()}
+        return _build_content(moved, stored, {"loops"})
+
+    saving.pl_load = load
+
+
+def _is_ours(path: str) -> bool:
+    """Whether a path is of our checkpoints; a folder of neither is an error."""
+    if path.endswith(_FILES):
+        return False
+    is_ours = checkpoints_of_ours.recognises(path)
+    if not is_ours and os.path.isdir(path):
+        raise NoCheckpoint(
+            f"{path}: a folder without checkpoints; give a root of Holdfast, ROOT@step=N, or a "
+            "file of Lightning"
+        )
+    return is_ours
+
+
+def _build_content(weights: Mapping[str, Any], stored: _Stored, unread: set[str]) -> dict[str, Any]:
+    """Return what a file of Lightning holds of a checkpoint of ours."""
+    is_of_lightning = stored.content.get("of") == FRAMEWORK
+    content = stored.content.get("checkpoint", {}) if is_of_lightning else {}
+    return {
+        "pytorch-lightning_version": lightning.__version__,
+        "epoch": 0,
+        "global_step": 0,
+        "state_dict": weights,
+        **{name: one for name, one in content.items() if name not in unread},
+        "optimizer_states": [],
+        "lr_schedulers": [],
+    }
 
 
 class _Stored:
