@@ -285,7 +285,11 @@ class Session:
     def check_usable(self) -> None:
         """Raise `ManagerUnusable` also if a failed load has left the state half loaded."""
         self.check_process()
-        self.applier.expect_whole()
+        if (why := self.applier.half_loaded) is not None:
+            raise ManagerUnusable(
+                f"{self.store.url}: {why}; the state is half loaded. "
+                "resume() or load() a whole checkpoint first"
+            )
 
     def wait_for_save(self, limit_s: float, *, but_housekeeping: bool = False) -> None:
         """Wait for the save under way, whose error the caller raises next."""

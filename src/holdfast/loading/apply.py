@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from holdfast.errors import ManagerUnusable, MismatchError, NotSealed
+from holdfast.errors import MismatchError, NotSealed
 from holdfast.events import Emitter, Kind
 from holdfast.loading.search import Avoided, CheckpointSearch, LoadCandidate, PassedOver, Search
 from holdfast.ownership.annotations import reject
@@ -40,14 +40,6 @@ class CheckpointApplier:
     def one_load(self, method: str, arguments: Mapping[str, str]) -> Iterator[None]:
         """Count the load in the `with` block, with several ranks, and keep what was called."""
         yield
-
-    def expect_whole(self) -> None:
-        """Raise `ManagerUnusable` if a failed load has left the live state half loaded."""
-        if self.half_loaded is not None:
-            raise ManagerUnusable(
-                f"{self._store.url}: {self.half_loaded}; the state is half loaded. "
-                "resume() or load() a whole checkpoint first"
-            )
 
     def apply_checkpoint(self, search: Search, *, claims: bool) -> LoadCandidate | None:
         """Choose and apply a checkpoint, another if that fails; return it, or None to start anew.

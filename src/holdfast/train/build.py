@@ -143,133 +143,165 @@ class ModelSetup:
         return (device_of(self.model) if self.device is None else self.device).type
 
 
-def make_parts(given: Arguments, base: ModelSetup, callbacks: Callbacks) -> TrainerParts:
-    """Make the parts of a Trainer, once its callbacks have seen the model."""
-    model, group, checkpoints, limits = base.model, base.group, base.checkpoints, given.limits
-    accumulate = 1 if limits.fast_dev_run else given.accumulate
-    ema = None if given.ema is None else Average(model, given.ema)
-    swa = None if given.swa is None else EqualAverage(model, given.swa)
-    recompute(model, given.activation_checkpointing)
-    parallel = parallel_of(base.strategy, group, base.device)
-    for module in (model, *modules_of_averages(ema, swa)):
-        parallel.prepare(module)
-    if given.compile is not False:
-        model.compile(**({} if given.compile is True else given.compile))
-    if isinstance(given.optimizer, Mapping) or given.update is not None:
-        check_several(given)
-    optimizer = make_optimizer(
-        given.optimizer, model, model is not given.model, takes_closure=given.update is not None
-    )
-    is_single = isinstance(optimizer, torch.optim.Optimizer)
-    named = {"": optimizer} if is_single and given.update is not None else optimizer
-    schedules = Schedules(make_schedulers(given.scheduler, optimizer), callbacks)
-    counters = Counters(cycle_length=given.counts.cycle_length)
-    status = FitStatus(counters)
-    every = _checked_intervals(given, checkpoints)
-    overlap = checked_overlap(checkpoints.overlap, base.device_type)
-    numerics = Numerics(checked_precision(given.precision), base.device_type)
-    check_shared_data(given.data, base.strategy, group)
-    check_parallel(named, model, base.strategy, numerics, every, group)
-    scores = Scores(given.metrics or {}, group, what="metrics", is_saved=True)
-    micro_batches = MicroBatches(given.micro_batch, group)
-    data = limits.of_data(given.data)
-    extra, per_rank = marked(given.state or {})
-    state: dict[str, Any] = {}
-    nan = None if given.skip_nan is None else NanBudget(given.skip_nan, group, status, state)
-    own = {
-        "model": model,
-        **_name_optimizers(optimizer),
-        **schedules.components,
-        "scaler": numerics.scaler,
-        "ema": ema and ema.model,
-        "swa": swa and swa.model,
-        "swa-count": swa,
-        "nan-count": nan,
-        "data": data,
-        PROGRESS: counters,
-        **callbacks.components,
-        "metrics": scores if scores else None,
-        "micro_batch": micro_batches if micro_batches.is_auto else None,
-    }
-    _add_components(state, own, extra)
-    check_held(state, given.loss)
-    checkpoints.check_components({*state, RNG})
-    undo = StepUndo(
-        # With several ranks nothing is interrupted: they stop where they meet.
-        stop=given.stop if group.is_alone else None,
-        is_exact=checkpoints.root is not None and asks_for(every, "exception"),
-        data=data,
-        state=state,
-        callbacks=callbacks,
-    )
+class PartsBuilder:
+    """Builds the parts of a Trainer, once its callbacks have seen the model."""
 
-    def begin_update() -> None:
+    def __init__(self, given: Arguments, base: ModelSetup, callbacks: Callbacks) -> None:
+        self._given, self._base, self._callbacks = given, base, callbacks
+        self._accumulate = 1 if given.limits.fast_dev_run else given.accumulate
+        self._make_modules()
+        self._make_optimizers()
+        self._counters = Counters(cycle_length=given.counts.cycle_length)
+        self._status = FitStatus(self._counters)
+        self._every = _checked_intervals(given, base.checkpoints)
+        self._overlap = checked_overlap(base.checkpoints.overlap, base.device_type)
+        self._numerics = Numerics(checked_precision(given.precision), base.device_type)
+        check_shared_data(given.data, base.strategy, base.group)
+        check_parallel(
+            self._named, base.model, base.strategy, self._numerics, self._every, base.group
+        )
+        self._scores = Scores(given.metrics or {}, base.group, what="metrics", is_saved=True)
+        self._micro_batches = MicroBatches(given.micro_batch, base.group)
+        self._data = given.limits.of_data(given.data)
+        self._make_state()
+
+    def _make_modules(self) -> None:
+        given, model = self._given, self._base.model
+        self._ema = None if given.ema is None else Average(model, given.ema)
+        self._swa = None if given.swa is None else EqualAverage(model, given.swa)
+        recompute(model, given.activation_checkpointing)
+        self._parallel = parallel_of(self._base.strategy, self._base.group, self._base.device)
+        for module in (model, *modules_of_averages(self._ema, self._swa)):
+            self._parallel.prepare(module)
+        if given.compile is not False:
+            model.compile(**({} if given.compile is True else given.compile))
+
+    def _make_optimizers(self) -> None:
+        given, model = self._given, self._base.model
+        is_closed = given.update is not None
+        if isinstance(given.optimizer, Mapping) or is_closed:
+            check_several(given)
+        self._optimizer = make_optimizer(
+            given.optimizer, model, model is not given.model, takes_closure=is_closed
+        )
+        is_single = isinstance(self._optimizer, torch.optim.Optimizer)
+        self._named = {"": self._optimizer} if is_single and is_closed else self._optimizer
+        schedulers = make_schedulers(given.scheduler, self._optimizer)
+        self._schedules = Schedules(schedulers, self._callbacks)
+
+    def _make_state(self) -> None:
+        """Name what checkpoints save, in one dict that later parts read from."""
+        given, group, ema, swa = self._given, self._base.group, self._ema, self._swa
+        extra, self._per_rank = marked(given.state or {})
+        state: dict[str, Any] = {}
+        self._state = state
+        self._nan = (
+            None
+            if given.skip_nan is None
+            else NanBudget(given.skip_nan, group, self._status, state)
+        )
+        own = {
+            "model": self._base.model,
+            **_name_optimizers(self._optimizer),
+            **self._schedules.components,
+            "scaler": self._numerics.scaler,
+            "ema": ema and ema.model,
+            "swa": swa and swa.model,
+            "swa-count": swa,
+            "nan-count": self._nan,
+            "data": self._data,
+            PROGRESS: self._counters,
+            **self._callbacks.components,
+            "metrics": self._scores if self._scores else None,
+            "micro_batch": self._micro_batches if self._micro_batches.is_auto else None,
+        }
+        _add_components(state, own, extra)
+        check_held(state, given.loss)
+        self._base.checkpoints.check_components({*state, RNG})
+        self._undo = StepUndo(
+            # With several ranks nothing is interrupted: they stop where they meet.
+            stop=given.stop if group.is_alone else None,
+            is_exact=self._base.checkpoints.root is not None and asks_for(self._every, "exception"),
+            data=self._data,
+            state=state,
+            callbacks=self._callbacks,
+        )
+
+    def _begin_update(self) -> None:
         """Before weights change: drop the snapshot for undo, and wait for saves that copy them."""
-        undo.begin_update()
-        status.fence()
+        self._undo.begin_update()
+        self._status.fence()
 
-    def snapshot() -> Boundary:
-        fixed = ("data", PROGRESS, "scaler", "micro_batch", *schedules.components)
-        return Boundary(components=small(state, *fixed), modules=modules_of(state))
+    def _snapshot(self) -> Boundary:
+        fixed = ("data", PROGRESS, "scaler", "micro_batch", *self._schedules.components)
+        return Boundary(components=small(self._state, *fixed), modules=modules_of(self._state))
 
-    update = Update(
-        model=model,
-        called=model if optimizer is None else parallel.wrap_model(model),
-        parallel=parallel,
-        means=RankMeans(group),
-        weighing=Weighing(group, is_scaled=numerics.scaler is not None),
-        micro_batches=micro_batches,
-        scores=scores,
-        snapshot=snapshot,
-        optimizer=optimizer,  # not used where it is None
-        schedulers=schedules.plain_schedulers,
-        loss=no_loss if given.loss is None else given.loss,
-        clip=Clip() if isinstance(named, Mapping) else checked_clip(given.clip),
-        numerics=numerics,
-        device=base.device,
-        callbacks=callbacks,
-        numbers=Numbers(),
-        begin_update=begin_update,
-        nan=nan,
-    )
-    if isinstance(named, Mapping):
-        update = SeveralUpdate.from_update(
+    def _make_update(self) -> Update:
+        given, base, optimizer, named = self._given, self._base, self._optimizer, self._named
+        update = Update(
+            model=base.model,
+            called=base.model if optimizer is None else self._parallel.wrap_model(base.model),
+            parallel=self._parallel,
+            means=RankMeans(base.group),
+            weighing=Weighing(base.group, is_scaled=self._numerics.scaler is not None),
+            micro_batches=self._micro_batches,
+            scores=self._scores,
+            snapshot=self._snapshot,
+            optimizer=optimizer,  # not used where it is None
+            schedulers=self._schedules.plain_schedulers,
+            loss=no_loss if given.loss is None else given.loss,
+            clip=Clip() if isinstance(named, Mapping) else checked_clip(given.clip),
+            numerics=self._numerics,
+            device=base.device,
+            callbacks=self._callbacks,
+            numbers=Numbers(),
+            begin_update=self._begin_update,
+            nan=self._nan,
+        )
+        if not isinstance(named, Mapping):
+            return update
+        return SeveralUpdate.from_update(
             update,
             optimizers=named,
             clips=clips_of(given.clip, named),
             update=given.update,
-            accumulate=accumulate,
+            accumulate=self._accumulate,
         )
-    rules = best_rules(checkpoints)
-    return TrainerParts(
-        model=model,
-        ema=ema,
-        swa=swa,
-        optimizer=optimizer,
-        data=data,
-        state=state,
-        per_rank=per_rank,
-        config=config_of(given, checkpoints, model, optimizer, schedules.components),
-        checkpoints=checkpoints,
-        every=every,
-        overlap=overlap,
-        best=BestSaves([item for item in rules if item.rule.metric.startswith(OF_VALIDATION)]),
-        unhealthy=given.unhealthy,
-        counters=counters,
-        status=status,
-        callbacks=callbacks,
-        update=update,
-        schedules=schedules,
-        undo=undo,
-        stop=given.stop,
-        strategy=base.strategy,
-        limits=limits,
-        counts=given.counts,
-        skip_steps=checked_skips(given.skip_steps),
-        accumulate=accumulate,
-        log_every=given.log_every,
-        seed=given.seed,
-    )
+
+    def make_parts(self) -> TrainerParts:
+        """Make the parts from all that was made before."""
+        given, base, optimizer = self._given, self._base, self._optimizer
+        update, components = self._make_update(), self._schedules.components
+        rules = best_rules(base.checkpoints)
+        return TrainerParts(
+            model=base.model,
+            ema=self._ema,
+            swa=self._swa,
+            optimizer=optimizer,
+            data=self._data,
+            state=self._state,
+            per_rank=self._per_rank,
+            config=config_of(given, base.checkpoints, base.model, optimizer, components),
+            checkpoints=base.checkpoints,
+            every=self._every,
+            overlap=self._overlap,
+            best=BestSaves([item for item in rules if item.rule.metric.startswith(OF_VALIDATION)]),
+            unhealthy=given.unhealthy,
+            counters=self._counters,
+            status=self._status,
+            callbacks=self._callbacks,
+            update=update,
+            schedules=self._schedules,
+            undo=self._undo,
+            stop=given.stop,
+            strategy=base.strategy,
+            limits=given.limits,
+            counts=given.counts,
+            skip_steps=checked_skips(given.skip_steps),
+            accumulate=self._accumulate,
+            log_every=given.log_every,
+            seed=given.seed,
+        )
 
 
 def _name_optimizers(optimizer: Any) -> dict[str, Any]:

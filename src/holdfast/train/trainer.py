@@ -181,7 +181,7 @@ class Trainer:
         """The argument `checkpoints`, as a record: the root and how checkpoints are made."""
         self._callbacks = Callbacks(base.callbacks, self, is_leader=base.group.is_leader)
         self._callbacks.call_hook(Callback.model_made)
-        self._parts = parts = build.make_parts(given, base, self._callbacks)
+        self._parts = parts = build.PartsBuilder(given, base, self._callbacks).make_parts()
         self._evaluator = Evaluator(parts, validate, data)
         parts.schedules.check_steppable(counts.units, validates=validate is not None)
         self.ema, self.swa = parts.ema, parts.swa
