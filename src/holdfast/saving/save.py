@@ -218,7 +218,7 @@ def _write_own(
     request.timings["stage_s"] += files.staged.transfer.waited_s
     files.progress.enter(SavePhase.COPYING)
     if overlapped is not None:
-        overlapped.expect_copied("the save", files.tools.timeout_s)
+        overlapped.expect_copied(files.tools.timeout_s)
 
 
 def clean_up(store: Store, attempt: SaveAttempt, error: BaseException, *, is_alone: bool) -> None:

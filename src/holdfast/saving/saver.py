@@ -387,7 +387,7 @@ class SaveTask:
             return None
         digests = digest_staged(self._staged, self._tools.workers, timeout_s=timeout_s)
         if self._overlapped is not None:
-            self._overlapped.expect_copied("the save", timeout_s)
+            self._overlapped.expect_copied(timeout_s)
         sizes = self._staged.file_sizes
         roots = {name: blocks.file_digest(sizes[name], digests[name]) for name in digests}
         recorded = {

@@ -183,9 +183,9 @@ class Overlapped:
                 f"{self.step} overlaps with training: not done after {time_limit(timeout_s)}"
             )
 
-    def expect_copied(self, who: str, timeout_s: float) -> None:
+    def expect_copied(self, timeout_s: float) -> None:
         """Wait for the copy; raise its error, such as a tensor that was changed meanwhile."""
-        self.wait_for_copy(who, timeout_s)
+        self.wait_for_copy("the save", timeout_s)
         self.copied.result()
 
     def _take_part(self) -> None:

@@ -133,7 +133,7 @@ def _rebuild_parameter(machine: Machine, args: Args) -> Any:
     if type(data) is not TensorView:
         raise ValueError("no tensor")
     machine.charge(160)
-    return data.flagged(grad=requires_grad is True, parameter=True)
+    return data.as_parameter(grad=requires_grad is True)
 
 
 def _rebuild_from_type(machine: Machine, args: Args) -> Any:

@@ -117,10 +117,10 @@ class TensorView:
     grad: bool = False
     parameter: bool = False
 
-    def flagged(self, *, grad: bool, parameter: bool) -> TensorView:
-        """The same view with other flags."""
+    def as_parameter(self, *, grad: bool) -> TensorView:
+        """The same view as that of a parameter."""
         return TensorView(
-            self.storage, self.dtype, self.offset, self.shape, self.strides, grad, parameter
+            self.storage, self.dtype, self.offset, self.shape, self.strides, grad, True
         )
 
 

@@ -19,7 +19,7 @@ from holdfast.interop.boxes import gather_strided, is_row_major
 from holdfast.interop.files import LocalFile, ReadableFile, first_bytes
 from holdfast.interop.layouts import ComponentLayout, file_layout
 from holdfast.interop.pickles.budget import PickleBudget
-from holdfast.interop.pickles.machine import Constructor, Machine
+from holdfast.interop.pickles.machine import Machine
 from holdfast.interop.pickles.names import CONSTANTS, CONSTRUCTORS, SETTERS, checked_device
 from holdfast.interop.pickles.parts import (
     Converted,
@@ -66,18 +66,10 @@ def _has_pickle(file: ReadableFile) -> bool:
 
 
 def read_pickle(
-    file: ReadableFile,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    budget: PickleBudget | None = None,
-    constructors: Mapping[str, Constructor] | None = None,
-    records: Collection[str] = (),
+    file: ReadableFile, *, budget: PickleBudget | None = None, records: Collection[str] = ()
 ) -> Any:
-    """Return the description of a pickle; `constructors` and `records` are further known names."""
-    end = file.nbytes if stop is None else stop
-    reader = _Reader(file, budget or PickleBudget(), constructors or {}, records)
-    return reader.bare(start, end)
+    """Return the description of a file's pickle; classes in `records` become descriptions, too."""
+    return _Reader(file, budget or PickleBudget(), records).bare(0, file.nbytes)
 
 
 def read_saved(file: ReadableFile, budget: PickleBudget) -> Any:
@@ -204,11 +196,7 @@ class _Reader:
     """Reads the pickles of one file, and finds the storages that they name."""
 
     def __init__(
-        self,
-        file: ReadableFile,
-        budget: PickleBudget,
-        constructors: Mapping[str, Constructor] | None = None,
-        records: Collection[str] = (),
+        self, file: ReadableFile, budget: PickleBudget, records: Collection[str] = ()
     ) -> None:
         self._file = file
         self._budget = budget
@@ -216,7 +204,6 @@ class _Reader:
         self._constructors = {
             **CONSTRUCTORS,
             "torch.storage._load_from_bytes": self._load_from_bytes,
-            **(constructors or {}),
         }
         self._level = 0
         self.crcs: dict[int, MemberCrc] = {}

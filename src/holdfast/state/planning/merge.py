@@ -346,13 +346,13 @@ class Merge:
             else self._lifting.lift(stored)
         )
 
-    def refill(self, live: Any, stored: Any, place: Placement = _STORED_PLACE) -> Any:
+    def refill(self, live: Any, stored: Any) -> Any:
         """Plan to refill the container `live`, even if its class differs from the stored one."""
         self._made[id(stored)] = live
         self._claims.claim_identity(id(live))
         if isinstance(live, deque) and isinstance(stored, DequeItems):
             self._compare_maxlen(live, stored)
-        self._fill_container(live, live, stored, place)
+        self._fill_container(live, live, stored, _STORED_PLACE)
         return live
 
     def _container(self, live: Any, stored: Any, place: Placement) -> Any:

@@ -33,7 +33,7 @@ from holdfast.state.leaves import local_of
 from holdfast.state.planning.copying import Fetching, Stored
 from holdfast.state.planning.livevalues import Destinations, keep_live, revive
 from holdfast.state.planning.merge import Claims, Merge
-from holdfast.state.planning.schedulesettings import made_with
+from holdfast.state.planning.schedulesettings import required_settings
 from holdfast.state.selection import Problems, Wishes
 from holdfast.state.trees import Lifting, Skeleton, keys_in
 
@@ -214,7 +214,7 @@ class ObjectPlan(LoadPlan):
             return
         if isinstance(self._live, LRScheduler) and isinstance(self._wanted, dict):
             # torch's schedulers load any dict unchecked, and fail or compute wrong rates later.
-            needed = made_with(self._live, only_required=True) | _PARTS_OF_SCHEDULERS
+            needed = required_settings(self._live) | _PARTS_OF_SCHEDULERS
             saved = needed.intersection(self._live.state_dict())
             lacks = sorted(saved.difference(self._wanted))
             if lacks:

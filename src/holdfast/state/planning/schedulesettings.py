@@ -292,10 +292,10 @@ def _changed_functions(state: Mapping[str, Any]) -> Iterator[str]:
                     break
 
 
-def made_with(scheduler: LRScheduler, *, only_required: bool = False) -> frozenset[str]:
-    """List a scheduler's constructor arguments that it keeps as attributes."""
+def required_settings(scheduler: LRScheduler) -> frozenset[str]:
+    """List a scheduler's required constructor arguments that it keeps as attributes."""
     arguments = inspect.signature(type(scheduler).__init__).parameters.values()
-    names = {a.name for a in arguments if not only_required or a.default is a.empty}
+    names = {a.name for a in arguments if a.default is a.empty}
     return frozenset(names.intersection(vars(scheduler)) - NO_SETTINGS)
 
 
