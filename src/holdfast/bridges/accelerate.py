@@ -93,10 +93,7 @@ def _counts(accelerator: Accelerator) -> dict[str, int]:
 
 
 class _Window:
-    """Component `trainer`: lets windows of gradient accumulation begin with the first batch.
-
-    Checkpoints are made between two windows, so none has a count of batches.
-    """
+    """Component `trainer`: windows of accumulation begin with the first batch after a resume."""
 
     is_of_loop = True
     """The loop is the user's, so a manager compares its steps with the position in the data."""

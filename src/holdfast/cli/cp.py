@@ -180,11 +180,7 @@ def _copied(
     done: list[CopiedCheckpoint],
     emit: Emitter,
 ) -> bool:
-    """Copy the checkpoints of one root; add the outcomes to `done`.
-
-    What is damaged is passed over, so that one bad block does not end a backup. False after any
-    other failure.
-    """
+    """Copy the checkpoints of one root, as far as possible; add the outcomes to `done`."""
     with progress_bar() as told:
         while planned:
             before = len(done)

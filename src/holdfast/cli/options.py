@@ -48,10 +48,7 @@ PATIENCE: ContextVar[str] = ContextVar("patience", default="20s")
 
 
 class Argument(click.Argument):
-    """A positional argument with a help text, as options have.
-
-    click has this only since 8.5, and under another heading.
-    """
+    """Positional argument with a help text, as options have; click's own needs 8.5."""
 
     def __init__(self, *names: Any, about: str, **attributes: Any) -> None:
         super().__init__(*names, **attributes)

@@ -168,12 +168,7 @@ def _open_target(target: str) -> tuple[Store, str]:
 
 
 def _only(store: Store, which: str) -> Entry:
-    """Find the one checkpoint that `which` names, in any branch of the run.
-
-    Raises:
-        UsageError: it names several.
-        NoCheckpoint: it names none.
-    """
+    """Find the one checkpoint that `which` names, in any branch; raises if none or several."""
     catalog = Catalog(store)
     if layout.parse_attempt(which) is not None or which == "latest":
         return catalog.find_checkpoint(which)

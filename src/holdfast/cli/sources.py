@@ -44,11 +44,7 @@ _PROGRAM = (
 
 
 def limited(*arguments: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Decorator of a command: run it in a limited child if an argument is another library's file.
-
-    `arguments` are the names of those that may be; the command must take `trust`, too, which is
-    not passed on.
-    """
+    """Decorator: run a command in a limited child if one of `arguments` is another's file."""
 
     def decorated(function: Callable[..., T]) -> Callable[..., T]:
         @wraps(function)

@@ -130,10 +130,7 @@ def _with_progress(
 
 
 def _cuts(sizes: Sequence[int], num: int) -> Iterator[tuple[int, int]]:
-    """Cut a list of sizes into `num` slices with about the same sum, as (start, stop).
-
-    Neighbours stay together, because they may lie in one block, which would else be read twice.
-    """
+    """Cut sizes into `num` slices of neighbors, which may share blocks, with about the same sum."""
     sums = [*accumulate(sizes)]
     stops = (bisect_right(sums, sums[-1] * part // num) for part in range(1, num + 1))
     return pairwise([0, *stops])

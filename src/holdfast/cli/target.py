@@ -94,10 +94,7 @@ def names_one(text: str) -> bool:
 
 
 def open_target(text: str) -> tuple[Store, str]:
-    """Open the store of a target and find the checkpoint's folder; without `@` the latest.
-
-    The manifest may still be damaged when a folder was named.
-    """
+    """Open the store of a target, and find the folder; its manifest may still be damaged."""
     root, which = split_source(text)
     parent, folder = split_folder(root) if which is None else ("", "")
     if folder:
@@ -151,10 +148,7 @@ def named_keys() -> Encryption | None:
 
 
 def named_file_key() -> bytes | None:
-    """Return the key of another library's file that was given before the command, if any.
-
-    A line end behind it does not count, as editors put one there.
-    """
+    """Return the key of another library's file, if one was given, without a line end."""
     path = NAMED.get(KeySources()).file_key
     if path is None:
         return None

@@ -271,10 +271,7 @@ def _rate(text: str) -> float:
 
 @contextmanager
 def _paced_progress(nbytes_per_s: float | None) -> Iterator[Progress | None]:
-    """Yield a progress callback that also waits, so that reads keep to a rate.
-
-    Reads are at most 16 blocks ahead of it.
-    """
+    """Yield a progress callback that also waits, so that reads, mostly, keep to a rate."""
     with progress_bar() as shown:
         if nbytes_per_s is None:
             yield shown

@@ -148,11 +148,7 @@ class Watcher:
         """Epoch, last heartbeat and the time when it was first seen."""
 
     def observe_root(self) -> WatchedRun:
-        """Look at the root now.
-
-        Raises:
-            StoreError: it cannot be read, or has vanished, as when its disk is away.
-        """
+        """Look at the root now; `StoreError` if it cannot be read, or has vanished."""
         if self._clock() - self._read_at_s > _READ_AGAIN_S:
             self._known, self._read_at_s = {}, self._clock()
         catalog = Catalog(self._store)

@@ -72,10 +72,7 @@ def epoch_length(stored: Mapping[str, Any]) -> int:
 
 
 def differing(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """List the members that differ from a loader's settings.
-
-    A shuffle that is computed or drawn at once is no difference: the stored one goes on.
-    """
+    """List the members that differ from a loader's settings, except how a shuffle is drawn."""
     names = (VERSION, *SETTINGS, PER_EPOCH, NUM_BATCHES)
     found = [name for name in names if stored.get(name) != settings.get(name)]
     orders = [of.get(ORDER) for of in (stored, settings)]

@@ -66,10 +66,7 @@ def depth() -> int:
 
 
 def end_blocks(depth: int) -> None:
-    """End all blocks of `preserved` but the outermost `depth`.
-
-    For callers that interrupt a fetch: the exception may have come in the middle of a block's end.
-    """
+    """End all blocks of `preserved` but the outermost `depth`, for who interrupts a fetch."""
     if len(_open) > depth:
         _open[depth].restore_states()
         del _open[depth:]

@@ -90,11 +90,7 @@ def data_ranks(ranks: Literal["group"] | HasRank | None) -> DataRanks | None:
 
 
 def check_group(made_for: DataRanks, has_warned: bool) -> bool:
-    """Check that the process group is that for which a loader was made.
-
-    Returns:
-        Whether it was warned, now or before, that there is no group, but a launcher's ranks.
-    """
+    """Check that the group is that of a loader; return whether it was warned of a lacking one."""
     present = present_ranks()
     group = DataRanks(present.rank, present.world_size)
     if group.world_size > 1 and not has_group() and not has_warned:

@@ -59,10 +59,7 @@ class Taking:
 
     @property
     def is_by_loop(self) -> bool:
-        """Whether the last batch was taken directly by a function on the current call stack.
-
-        If not, a wrapper between the training loop and the data has taken it.
-        """
+        """Whether the loop, on the current stack, took the last batch itself, and no wrapper."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if (id(frame), frame.f_code) == self._caller:

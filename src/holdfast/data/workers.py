@@ -32,11 +32,7 @@ def begin_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> N
 
 
 def _end_with_training() -> None:
-    """End this worker when the training process has ended, in whatever way.
-
-    torch's workers watch their parent, which with a fork server is another process, and only
-    between two fetches.
-    """
+    """End this worker when the training process, not only its own parent, has ended."""
     training = multiprocessing.parent_process()
     assert training is not None, "a worker is a process of multiprocessing"
     multiprocessing.connection.wait([training.sentinel])
@@ -44,11 +40,7 @@ def _end_with_training() -> None:
 
 
 def _outlive_signals() -> None:
-    """Make this worker ignore signals that supervisors send to its whole process group.
-
-    The signals are meant for the training process, which ends its workers itself. If a worker died
-    of one, the training process would raise an error, at an arbitrary line.
-    """
+    """Make this worker ignore signals to the process group, which are for the training process."""
     for number in signals_of("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(number, _ignore)
     # A second signal comes from the training process, for a worker that hangs.
@@ -56,11 +48,7 @@ def _outlive_signals() -> None:
 
 
 def _end_workers() -> None:
-    """Kill the workers of this process at its exit.
-
-    multiprocessing would send each a single SIGTERM, which workers ignore (it may have been sent to
-    the whole process group), and then wait for them forever.
-    """
+    """Kill the workers of this process at its exit: they ignore the SIGTERM that they would get."""
     ours = [batches for batches, pid in _iterators.items() if pid == os.getpid()]  # not a parent's
     workers = [worker for batches in ours for worker in getattr(batches, "_workers", ())]
     for number in signals_of("SIGCHLD") if workers else ():

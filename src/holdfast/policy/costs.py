@@ -53,9 +53,6 @@ def timing(timings: Mapping[str, float], name: str) -> float | None:
 
 
 def recent(saves: Sequence[SaveCost]) -> tuple[SaveCost, ...]:
-    """Select the newest saves, without the first of each process if there are others.
-
-    A save that was left out once is never selected later, whatever saves follow.
-    """
+    """Select the newest saves, without the first of each process if there are others."""
     warm = [save for save in saves if not save.is_first]
     return tuple((warm or saves)[-NUM_RECENT:])

@@ -67,10 +67,7 @@ def direction(metric: str) -> Mode | None:
 
 
 def mode_for(metric: str, given: object, *, what: str, say: str) -> Mode:
-    """Return the direction that was given for a metric, or that its name shows.
-
-    `what` begins the message of an error, and `say` ends it: how to give the direction.
-    """
+    """Return the given direction for a metric, or that of its name; raises with `what`, `say`."""
     if given is not None:
         if given not in get_args(Mode):
             raise UsageError(f"{what}: mode={given!r} must be 'min' or 'max'")

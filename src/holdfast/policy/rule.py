@@ -239,10 +239,7 @@ def positions_of(saver: str, newest_first: Sequence[Candidate]) -> list[int]:
 
 
 def picks_of(rule: Rule, saver: str, newest_first: Sequence[Candidate]) -> dict[int, str]:
-    """Apply a rule to one saver's checkpoints; partial ones of `main` are judged separately.
-
-    So `Last(3)` keeps three whole checkpoints, however many partial ones are among them.
-    """
+    """Apply a rule to one saver's checkpoints, of which whole and partial ones count apart."""
     picks: dict[int, str] = {}
     for positions in groups(newest_first, saver):
         group = [newest_first[position] for position in positions]

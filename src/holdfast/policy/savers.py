@@ -314,10 +314,7 @@ def combined_rule(
     savers: Sequence[SideSaver],
     components: Collection[str] | None = None,
 ) -> Rule:
-    """Check and combine the retention rules of the main saver and all others.
-
-    `components` are those of the state; None: they are not known yet, and not checked.
-    """
+    """Check and combine the retention rules of all savers, with the `components` if known."""
     given = as_rule(keep, what="keep")
     if given is not None:
         known = {MAIN, *(saver.name for saver in savers if isinstance(saver, SideSaver))}

@@ -104,10 +104,7 @@ class SaveSchedule:
         vetoes: Collection[str] = (),
         wanted: Due | None = None,
     ) -> Due | None:
-        """Merge what all savers request at `now` into one save; None if nothing is due.
-
-        `wanted` is saved in any case. Each crossing of an interval fires once, at one call.
-        """
+        """Merge what all savers request at `now`, and `wanted`, into one save; None if nothing."""
         self._before = self._previous
         self._previous = now
         dues = [] if wanted is None else [self._name_savers(wanted)]
@@ -127,19 +124,13 @@ class SaveSchedule:
         vetoes: Collection[str] = (),
         but: Due | None = None,
     ) -> Due | None:
-        """Merge what only the leader can decide, by its clock or functions; call it after `due`.
-
-        None if nothing is due, or `but` has it all.
-        """
+        """Merge what only the leader can decide, by clock or functions, unless `but` has it all."""
         decided = self._decided(self._leaders, now, metrics, events, vetoes)
         due = together([self._by(name, best) for name, best in decided])
         return None if due is None or (but is not None and covers(but, due)) else due
 
     def quiet_until(self, now: Timestamp) -> int:
-        """Return the first step after `now` at which a save may be due at the event `step`.
-
-        It is the next one if that cannot be predicted.
-        """
+        """Return the first step after `now` at which a save may be due, or the next if unknown."""
         first: float = inf
         for policy in self.policies.values():
             for trigger in (policy.permanent, policy.ephemeral):
@@ -341,20 +332,12 @@ def rule_text(rule: Rule) -> str:
 
 
 def rule_of(text: str) -> Rule:
-    """Make a rule from its recorded text.
-
-    Raises:
-        UsageError: the text is not a rule.
-    """
+    """Make a rule from its recorded text, or raise `UsageError`."""
     return Nothing() if text == _NOTHING else parse_rule(_expect_short(text))
 
 
 def policies_from_texts(every: Mapping[str, Mapping[str, str]]) -> dict[str, SavePolicy]:
-    """Make the policies of savers from their recorded texts.
-
-    Raises:
-        UsageError: a text is not an interval.
-    """
+    """Make the policies of savers from their recorded texts, or raise `UsageError`."""
     return {
         name: SavePolicy(
             permanent=_trigger_of(texts.get("permanent", "")),

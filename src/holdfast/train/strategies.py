@@ -177,10 +177,7 @@ class Replicated(Parallel):
         return self._first_batch(is_last=is_last)
 
     def check_gradients(self) -> None:
-        """Refuse a step that leaves parameters without a gradient, for which DDP still waits.
-
-        torch notices it in the next step, after an update with gradients that were not averaged.
-        """
+        """Refuse a step without gradients that DDP waits for, which torch sees a step late."""
         if self._strategy.find_unused_parameters or not (self._is_last and self._is_called):
             return
         without = [
@@ -407,11 +404,7 @@ def _stored_buffers(model: nn.Module) -> list[Tensor]:
 
 
 def settle_buckets(wrapped: DistributedDataParallel) -> None:
-    """Make DDP order its buckets now: from the model's last parameter to the first.
-
-    Runs DDP's first backward pass with gradients of zeros, and without the model. All ranks call
-    it together. Hooks of parameters do not get the zeros.
-    """
+    """Order DDP's buckets now, from last parameter to first, by a backward pass of zeros."""
     model = wrapped.module
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     wrapped.module = _Zero(model)

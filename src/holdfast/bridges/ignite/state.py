@@ -65,10 +65,7 @@ class EngineState:
 
 
 class TimedMetrics:
-    """Metrics of an Engine, each with the iteration of the training at which it was set.
-
-    An Engine keeps the last value of each metric, however old.
-    """
+    """Metrics of an Engine, which keeps old ones, with the iteration at which each was set."""
 
     def __init__(self, engine: Engine, evaluator: Engine | None) -> None:
         """Note what `evaluator` sets, or else `engine` itself, from now on."""

@@ -215,10 +215,7 @@ NO_STEP = -1
 
 
 class NewMetrics:
-    """Tells the metrics of a step from older ones, which Lightning shows beside them.
-
-    Each value is kept until the next one of its name, so a value whose memory is another's is new.
-    """
+    """Tells a step's metrics from older ones: values in new memory, compared name by name."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

@@ -120,10 +120,7 @@ class TrainerState:
         self._calm()
 
     def load_of_lightning(self) -> None:
-        """Load the positions of a file of Lightning's own, which came after the loaders were made.
-
-        They were made early, as components of the state.
-        """
+        """Load positions of a file of Lightning's into loaders, which were made before it came."""
         fit_loop = self._trainer.fit_loop
         states = fit_loop._combined_loader_states_to_load
         if states:
@@ -180,10 +177,7 @@ class TrainerState:
         return 0 if loader is None or loader.at_epoch_end else int(loader.batch)
 
     def _follow_data(self) -> None:
-        """Set the number of batches of the epoch to the position in the data.
-
-        After a resume by more or fewer ranks, batches have another size than those counted.
-        """
+        """Set the epoch's number of batches by the data, as other ranks make other batches."""
         loader = position_of(self._trainer)
         if loader is None:
             return

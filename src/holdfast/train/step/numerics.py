@@ -52,11 +52,7 @@ class Precision:
 
 
 class Numerics:
-    """Applies a `Precision` on one type of device, with autocast and loss scaling.
-
-    The scaler of fp16 skips an update whose gradients are not finite; for counters and schedulers
-    it is a step like any other.
-    """
+    """Applies a `Precision` on one type of device; a step that fp16 skips counts as one."""
 
     def __init__(self, precision: Precision, device_type: str) -> None:
         self.precision = precision

@@ -84,10 +84,7 @@ class StepUndo:
         self._boundary = self._weights = None
 
     def find_changed(self) -> list[str]:
-        """List components whose weights have changed since the snapshot, which lacks them.
-
-        Call it after `undo_step`, for a save after an error.
-        """
+        """List components whose weights, which no snapshot has, changed; after `undo_step`."""
         return [] if self._weights is None else self._weights.find_changed()
 
     def undo_step(self) -> bool:
