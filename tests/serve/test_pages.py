@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.cli.roots import flip, folder_of
 from tests.serve.client import WAIT_S, Page, Reply, links, serving
 from tests.serve.conftest import EVIL
 
+import holdfast
 from holdfast.cli import watch
 from holdfast.cli.options import NAMED, KeySources
 from holdfast.cli.watch import Watcher
@@ -115,6 +117,31 @@ def test_curves_have_saves_starts_and_a_table_behind_them(page: Page) -> None:
     assert "300 0.05" in text_of(page.whole("/r/run/numbers"))
 
 
+def test_values_and_reasons_outlive_deleted_checkpoints(tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"model": {"w": torch.zeros(2)}}
+    with holdfast.CheckpointManager(root, state, every="10step", keep="last:1") as manager:
+        for step in range(1, 41):
+            state["model"]["w"] += 1
+            manager.maybe_save(step, metrics={"loss": 1 / step})
+    holdfast.add_metrics(f"{root}@latest", {"eval/acc": 0.5})
+    with serving([root]) as page:
+        data = json.loads(page.whole("/r/run/curves.json"))
+        assert data["x"] == [*range(1, 41)]
+        assert [panel["title"] for panel in data["panels"]] == ["loss", "acc"]
+        marks = {mark["step"]: mark for mark in data["marks"]}
+        states = {step: mark["state"] for step, mark in marks.items()}
+        assert states == {10: "deleted", 20: "deleted", 30: "deleted", 40: "kept"}
+        assert re.search(r", deleted 20\d\d-.*: not kept by: last 1", marks[20]["text"])
+        lineage = text_of(page.whole("/r/run/lineage?state=deleted"))
+        assert (
+            len(re.findall(r"deleted 20\d\d-\S+ \S+: not kept by", lineage)) == 2 * 3
+        )  # picture, table
+        rows = [*csv.reader(io.StringIO(page.get("/r/run/metrics.csv").text))][1:]
+        assert [(row[1], row[4]) for row in rows][-2:] == [("39", ""), ("40", "0.5")]
+        assert len(rows) == 40
+        every_link_works(page)
+
+
 def test_metrics_are_downloaded_as_csv(page: Page) -> None:
     for path in ("/r/run/metrics.csv", "/metrics.csv?metric=loss&runs=run"):
         reply = page.get(path)
@@ -180,7 +207,13 @@ def test_long_work_runs_in_the_background_and_shows_its_answer(page: Page, run_r
 
 
 def test_every_link_of_every_page_leads_to_a_page(page: Page) -> None:
-    seen, wanted = set(), ["/"]
+    assert {f"/r/run{tab}" for tab in TABS} <= every_link_works(page)
+
+
+def every_link_works(page: Page) -> set[str]:
+    """Follow all links from the first page; return where they lead."""
+    seen: set[str] = set()
+    wanted = ["/"]
     while wanted:
         path = wanted.pop().replace("&amp;", "&")
         if path in seen or path.endswith(("/verify", "/stats", "/stop")):
@@ -190,7 +223,7 @@ def test_every_link_of_every_page_leads_to_a_page(page: Page) -> None:
         assert reply.status == 200, path
         if reply.headers["content-type"].startswith("text/html"):
             wanted += [link for link in links(reply.text) if "/evil" not in link]
-    assert {f"/r/run{tab}" for tab in TABS} <= seen
+    return seen
 
 
 def pages_of(page: Page, name: str, root: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -154,6 +155,12 @@ def rank_metric(name: str) -> tuple[int, str]:
     if is_timing(name):
         return 3, name
     return (4 if _COUNTER.fullmatch(name) else 1), name
+
+
+def metric_names(runs: Sequence[Mapping[str, Curve]]) -> list[str]:
+    """List the metrics of runs, the usual ones first, and of these what most runs have."""
+    counts = Counter(name for curves in runs for name in curves)
+    return sorted(counts, key=lambda name: (rank_metric(name)[0], -counts[name], name))
 
 
 def make_grid(places: Sequence[Floats], most: int, *, is_whole: bool) -> Floats:

@@ -25,6 +25,7 @@ from holdfast.cli.web.curves import (
     RunCurves,
     draw_on,
     make_grid,
+    metric_names,
     panel_of,
     rank_metric,
 )
@@ -104,16 +105,26 @@ async def site_curves(site: Site, request: Request) -> Response:
     """Return the curves of one metric, one for each run that was asked for."""
     runs = choose_runs(site, request)
     seen = await gather(*map(read_run, runs))
-    metric = request.query_params.get("metric", "")
+    known = {run.name: one.document for run, one in zip(runs, seen, strict=True) if one.document}
+    standing = {name: found.standing() for name, found in known.items()}
+    metrics = metric_names([*standing.values()])
+    asked = request.query_params.get("metric", "")
+    metric = asked if asked in metrics else next(iter(metrics), "")
     curves = [
-        (run.name, curve, found.start)
-        for run, one in zip(runs, seen, strict=True)
-        if (found := one.document) is not None and (curve := found.standing().get(metric))
+        (name, of_run[metric], known[name].start)
+        for name, of_run in standing.items()
+        if metric in of_run
     ]
-    drawn = _draw_panels(request, {metric: curves} if curves else {})
-    errors = [told(one.error) for one in seen if one.error is not None]
-    error = errors[0] if errors and not curves else None
-    return data({**drawn, "marks": [], "starts": [], **coming(*seen), "error": error})
+    found = {
+        **_draw_panels(request, {metric: curves} if curves else {}),
+        "metrics": metrics,
+        "metric": metric,
+        "marks": [],
+        "starts": [],
+        **coming(*seen),
+        "error": next((told(one.error) for one in seen if one.error is not None), None),
+    }
+    return data(found)
 
 
 def choose_runs(site: Site, request: Request) -> list[PageRun]:
@@ -193,14 +204,15 @@ def _places_of(step: int | None, created: str | None, start: float) -> dict[str,
 
 def _describe_save(save: LoggedSave) -> str:
     """Say when and why a checkpoint was saved, and what has become of it."""
-    saved = ", ".join(filter(None, (save.reason, save.created and format_time(save.created))))
-    state = "" if save.state == "kept" else f", {save.state}"
-    return (
-        f"step {save.step}"
-        + (f", {saved}" if saved else "")
-        + state
-        + (f": {save.why}" if save.why else "")
+    deleted = "" if save.deleted is None else f" {format_time(save.deleted)}"
+    parts = (
+        f"step {save.step}",
+        save.reason,
+        save.created and format_time(save.created),
+        None if save.state == "kept" else f"{save.state}{deleted}",
     )
+    text = ", ".join(filter(None, parts))
+    return f"{text}: {save.why}" if save.why else text
 
 
 def data(members: Mapping[str, Any]) -> Response:

@@ -17,12 +17,12 @@ from holdfast.cli.prune import Forecast, forecast_deletions
 from holdfast.cli.resume_plan import plan_of
 from holdfast.cli.uploads import show_uploads
 from holdfast.cli.watch import WatchedRun
-from holdfast.cli.web.curves import RunCurves
+from holdfast.cli.web.curves import RunCurves, metric_names
 from holdfast.cli.web.figures import costly, picture, read_log, read_run, rows_of
 from holdfast.cli.web.jobs import told
 from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
 from holdfast.cli.web.site import WHOLE_S, Site, coming, given, page_number, select_page
-from holdfast.cli.web.table import Row, make_columns, make_spark, metric_names, sort_rows
+from holdfast.cli.web.table import Row, make_columns, make_spark, sort_rows
 
 _MAX_FINDINGS = 3
 """Findings of one kind that are shown."""
@@ -36,7 +36,7 @@ async def roots(site: Site, request: Request) -> Response:
     cards = await gather(*map(_card, site.runs.values()))
     by_name = {card["row"].name: card for card in cards}
     rows = [card["row"] for card in cards]
-    columns, metrics = make_columns(rows), metric_names(rows)
+    columns, metrics = make_columns(rows), metric_names([row.curves for row in rows])
     order = request.query_params.get("sort", "")
     retries_ms = [card["retry_ms"] for card in cards if card["retry_ms"] is not None]
     values = {

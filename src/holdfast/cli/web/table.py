@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from holdfast.cli.output import format_nbytes, number, one_line
 from holdfast.cli.watch import WatchedRun, age
-from holdfast.cli.web.curves import Curve, draw_on, make_grid, rank_metric
+from holdfast.cli.web.curves import Curve, draw_on, make_grid, metric_names, rank_metric
 
 MAX_METRICS, MAX_SETTINGS = 6, 8
 """Columns of metrics and of settings; the page of a run has all."""
@@ -60,7 +59,7 @@ def make_columns(rows: Sequence[Row]) -> list[Column]:
         Column("step", "step", True, lambda row: row.watched and row.watched.last_step, str),
         *(
             Column(f"m:{name}", name, True, _last_value(name), lambda value: f"{value:.4g}")
-            for name in metric_names(rows)[:MAX_METRICS]
+            for name in metric_names([row.curves for row in rows])[:MAX_METRICS]
         ),
         *(
             Column(f"c:{name}", name, False, _setting(name), lambda text: one_line(text, MAX_CELL))
@@ -76,12 +75,6 @@ def make_columns(rows: Sequence[Row]) -> list[Column]:
         ),
         Column("size", "size", True, lambda row: row.watched and row.watched.nbytes, format_nbytes),
     ]
-
-
-def metric_names(rows: Sequence[Row]) -> list[str]:
-    """List all metrics, the usual ones first, and of these what most runs have."""
-    counts = Counter(name for row in rows for name in row.curves)
-    return sorted(counts, key=lambda name: (rank_metric(name)[0], -counts[name], name))
 
 
 def _last_value(name: str) -> Callable[[Row], float | None]:

@@ -270,7 +270,7 @@
   }
 
   function drawPanels(box, found, zoom) {
-    if (!found.panels.length) return say(box, found.error?.text ?? (found.is_pending ? "Reading the root…" : box.dataset.none ?? "No value has been recorded."));
+    if (!found.panels.length) return say(box, found.error?.text ?? (found.is_pending ? "Reading the root…" : "No value is recorded."));
     found.marks.sort((a, b) => (b.state === "deleted") - (a.state === "deleted") || (a.state === "kept") - (b.state === "kept"));  // what the run stands on is drawn above
     const places = found.panels.map(() => Object.assign(document.createElement("div"), { className: "panel" }));
     box.replaceChildren(...places);
@@ -282,8 +282,13 @@
   // The runs that are drawn, in the order in which they were chosen, which gives their colors.
   function chooseRuns(changed) {
     const boxes = () => [...document.querySelectorAll("input[name=run]")];
-    const chosen = boxes().filter((one) => one.checked).map((one) => one.value);
+    const chosen = [];
+    let isSet = false;  // while the table is still being read, its order is not yet the usual one
     const paint = () => {
+      if (!isSet) {
+        chosen.splice(0, Infinity, ...boxes().filter((one) => one.defaultChecked).map((one) => one.value));
+        isSet = !document.querySelector("#part[hx-trigger*='load delay']");
+      }
       for (const one of boxes()) {
         const at = chosen.indexOf(one.value);
         one.checked = at >= 0;
@@ -292,14 +297,28 @@
     };
     document.addEventListener("change", (event) => {
       if (event.target.name !== "run") return;
+      isSet = true;
       if (event.target.checked) chosen.push(event.target.value);
       else chosen.splice(chosen.indexOf(event.target.value), 1);
       paint();
       changed();
     });
-    document.addEventListener("htmx:after:swap", paint);
+    const versionOf = () => document.getElementById("part")?.dataset.seen;
+    let version = versionOf();
+    document.addEventListener("htmx:after:swap", () => {
+      const before = chosen.join(), isOld = version !== versionOf();
+      version = versionOf();
+      paint();
+      if (isOld || chosen.join() !== before) changed();
+    });
     paint();
     return chosen;
+  }
+
+  // The metrics that there are, of which one is drawn.
+  function offerMetrics(select, found) {
+    if (!select || !found.metrics.length || [...select.options].map((one) => one.value).join("\n") === found.metrics.join("\n")) return;
+    select.replaceChildren(...found.metrics.map((name) => new Option(name, name, false, name === found.metric)));
   }
 
   function startCurves(box) {
@@ -309,7 +328,10 @@
     const chosen = form?.elements.metric ? chooseRuns(() => curves.again()) : [];
     const query = () => [...["metric", "q"].flatMap((name) => (form?.elements[name] ? [[name, form.elements[name].value]] : [])), ...(form?.elements.metric ? [["runs", chosen.join()]] : [])];
     const urlOf = () => `${box.dataset.curves}?${new URLSearchParams([...query(), ...(form ? [["x", view.x]] : []), ...(range.length ? [["from", range[0]], ["to", range[1]]] : [])])}`;
-    const curves = keepDrawn(box, urlOf, (found) => drawPanels(box, { ...found, zoomed: range.length > 0 }, zoom));
+    const curves = keepDrawn(box, urlOf, (found) => {
+      offerMetrics(form?.elements.metric, found);
+      drawPanels(box, { ...found, zoomed: range.length > 0 }, zoom);
+    });
     if (!form) return;
     const { smooth, log, x, shown } = form.elements, csv = form.querySelector("[data-csv]");
     const link = () => { if (form.elements.metric) csv.href = `${csv.dataset.csv.split("?")[0]}?${new URLSearchParams(query())}`; };
