@@ -83,7 +83,7 @@ def test_size_and_last_step_are_those_of_watch(page: Page, run_root: Path, path:
     seen = Watcher(open_root(str(run_root))).observe_root()
     text = text_of(page.whole(path))
     if path == "/":
-        row = f" ago {len(seen.checkpoints)} {format_nbytes(seen.nbytes)}"
+        row = f" {len(seen.checkpoints)} {format_nbytes(seen.nbytes)}"
         assert f"ended {seen.last_step} " in text
         assert row in text
     else:
@@ -247,7 +247,7 @@ def test_the_table_has_what_differs_and_sorts_numbers_as_numbers() -> None:
     rows += [row("c", 1.0, lr="2e-4", seed="1"), row("d", 1.5)]
     columns = make_columns(rows)
     titles = [column.title for column in columns]
-    assert titles == ["step", "loss", "lr", "last save", "kept", "size"]
+    assert titles == ["step", "last save", "loss", "lr", "kept", "size"]
 
     def order(key: str) -> str:
         return "".join(row.name for row in sort_rows(rows, columns, key))

@@ -41,7 +41,7 @@ def _checkpoint(tab: Tab, page: Page, root: Path) -> None:
 
 
 SHOWN: dict[str, tuple[Callable[[Tab, Page, Path], None], int]] = {
-    "runs": (_runs, 700),
+    "runs": (_runs, 765),
     "overview": (_overview, 1085),
     "lineage": (_lineage, 760),
     "retention": (_retention, 832),

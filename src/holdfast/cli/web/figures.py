@@ -103,17 +103,17 @@ def _rank_curve(curve: Curve) -> tuple[Any, ...]:
 
 async def site_curves(site: Site, request: Request) -> Response:
     """Return the curves of one metric, one for each run that was asked for."""
-    runs = choose_runs(site, request)
-    seen = await gather(*map(read_run, runs))
-    known = {run.name: one.document for run, one in zip(runs, seen, strict=True) if one.document}
+    chosen = [run.name for run in choose_runs(site, request)]
+    seen = await gather(*map(read_run, site.runs.values()))
+    known = {name: one.document for name, one in zip(site.runs, seen, strict=True) if one.document}
     standing = {name: found.standing() for name, found in known.items()}
     metrics = metric_names([*standing.values()])
     asked = request.query_params.get("metric", "")
     metric = asked if asked in metrics else next(iter(metrics), "")
     curves = [
-        (name, of_run[metric], known[name].start)
-        for name, of_run in standing.items()
-        if metric in of_run
+        (name, standing[name][metric], known[name].start)
+        for name in chosen
+        if metric in standing.get(name, ())
     ]
     found = {
         **_draw_panels(request, {metric: curves} if curves else {}),

@@ -57,6 +57,7 @@ def make_columns(rows: Sequence[Row]) -> list[Column]:
     """Return the columns: step, age and size, the usual metrics, and the settings that differ."""
     return [
         Column("step", "step", True, lambda row: row.watched and row.watched.last_step, str),
+        Column("saved", "last save", True, _age_s, lambda seconds: f"{age(seconds)} ago"),
         *(
             Column(f"m:{name}", name, True, _last_value(name), lambda value: f"{value:.4g}")
             for name in metric_names([row.curves for row in rows])[:MAX_METRICS]
@@ -65,7 +66,6 @@ def make_columns(rows: Sequence[Row]) -> list[Column]:
             Column(f"c:{name}", name, False, _setting(name), lambda text: one_line(text, MAX_CELL))
             for name in _differing(rows)[:MAX_SETTINGS]
         ),
-        Column("saved", "last save", True, _age_s, lambda seconds: f"{age(seconds)} ago"),
         Column(
             "kept",
             "kept",
@@ -94,9 +94,9 @@ def _age_s(row: Row) -> float | None:
 
 
 def _differing(rows: Sequence[Row]) -> list[str]:
-    """List the settings that differ among the runs that record any."""
+    """List the settings that differ among the runs that record any; nested ones come last."""
     known = [row.config for row in rows if row.config]
-    names = sorted({name for config in known for name in config})
+    names = sorted({name for config in known for name in config}, key=lambda n: ("." in n, n))
     return [name for name in names if len({config.get(name) for config in known}) > 1]
 
 
