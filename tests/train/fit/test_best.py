@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import holdfast
 from holdfast import Best, Checkpoints, Last, SideSaver, load_weights
 from holdfast.errors import NoCheckpoint, SaveFailed, UsageError
 from holdfast.policy.savers import SavePolicy
@@ -175,6 +176,16 @@ def test_a_rule_about_a_metric_that_nobody_logs_is_an_error_at_the_first_validat
     assert says in str(error.value)
     assert "There are: loss, val/acc, val/loss" in str(error.value)
     assert made.counters.step == 2
+
+
+def test_a_metric_that_another_process_measures_is_no_error(tmp_path: Path) -> None:
+    """A rule that waits for it causes no save, and is no error at a validation."""
+    keep = Best("eval/acc", wait=2)
+    trainer(tmp_path, every="3step", keep=keep).fit("9step")
+    assert steps(tmp_path) == [6, 9]
+    holdfast.add_metrics(f"{tmp_path}@step=6", {"eval/acc": 0.5})
+    trainer(tmp_path, every="3step", keep=keep).fit("15step")
+    assert steps(tmp_path) == [6, 12, 15]
 
 
 def test_a_callback_says_what_it_watches() -> None:
