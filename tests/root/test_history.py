@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from allranks import Member, all_of, on_ranks
+from holdfast import add_metrics
 from holdfast.errors import FormatError, StoreError
 from holdfast.format.history import HistoryEvent, HistorySession, MetricRows, Segment
 from holdfast.format.manifest import Reference
@@ -52,6 +53,29 @@ def test_ten_thousand_steps_stay_though_two_checkpoints_do(tmp_path: Path) -> No
     assert all("last 2" in save.deleted_why for save in found.saves[:-2])
     times = found.curves["loss"].times
     assert list(times) == sorted(times)
+
+
+def test_metrics_that_a_deleted_checkpoint_got_later_stay_on_its_branch(tmp_path: Path) -> None:
+    run, keep = new_run(), "last:1,best:acc:max:1:wait=9"
+    with run.manager(tmp_path, keep=keep) as manager:
+        for step in (2, 4, 6):
+            manager.maybe_save(step, metrics={"loss": 1.0})
+            manager.save(step, wait=True)
+            add_metrics(f"{tmp_path}@step={step}", {"acc": math.inf if step == 6 else -step})
+    with run.manager(tmp_path, keep=keep) as manager:
+        manager.resume("step=2")
+        for step in (3, 5):
+            manager.maybe_save(step, metrics={"loss": 2.0})
+            manager.save(step, wait=True)
+            add_metrics(f"{tmp_path}@step={step}", {"acc": 0.0})
+    found = read_history(LocalStore(tmp_path))
+    deleted = {save.step for save in found.saves if save.deleted_s is not None}
+    assert {4, 6} <= deleted
+    (branch,) = found.branches
+    assert dict(zip(branch.curves["acc"].steps, branch.curves["acc"].values, strict=True)) == {
+        4: -4.0,
+        6: math.inf,
+    }
 
 
 def test_steps_after_a_rollback_are_a_branch(tmp_path: Path) -> None:

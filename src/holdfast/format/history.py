@@ -45,6 +45,8 @@ class HistoryEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     nbytes: Natural = 0
     tier: Literal["", "remote"] = ""
     """Root of a deletion: this one, or the remote tier of it."""
+    metrics: Mapping[str, Number] = msgspec.field(default_factory=dict)
+    """Metrics that a deleted checkpoint got after its save."""
 
 
 class HistorySession(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -386,7 +386,15 @@ class Deleter:
             self.emit("warning", kept_of_others(self.store, folder, left))
         self.report.deleted.append(folder)
         text = f"deleted {folder}: {why}"
-        self.emit("retracted", text, step=step, folder=folder, root=self.store.url, reason=why)
+        self.emit(
+            "retracted",
+            text,
+            step=step,
+            folder=folder,
+            root=self.store.url,
+            reason=why,
+            metrics=dict(entry.marks.notes.metrics),
+        )
         self._readers.tidy(folder)
 
     def _warn_of_unmeasured(self, step: int, made: Decision) -> None:

@@ -164,6 +164,10 @@ class HistoryReader:
                 continue
             for session in segment.sessions:
                 recorded.setdefault(session.epoch, _Recorded()).add_session(session)
+        for event in [event for one in recorded.values() for event in one.events]:
+            of = layout.parse_attempt(event.folder) if event.metrics else None
+            if of is not None and of.epoch in recorded:
+                recorded[of.epoch].add_later_metrics(event)
         saves = _collect_saves(recorded)
         starts = self._find_starts(recorded, {save.folder: save for save in saves})
         ends = _find_lineage(starts)
@@ -273,6 +277,16 @@ class _Recorded:
                     values=array("d", map(float, column)),
                 )
                 self._parts.setdefault(name, []).append(part)
+
+    def add_later_metrics(self, event: HistoryEvent) -> None:
+        """Add the metrics that a deleted checkpoint of this epoch got after its save."""
+        for name, value in event.metrics.items():
+            part = Curve(
+                steps=array("q", [event.step or 0]),
+                times=array("d", [event.time]),
+                values=array("d", [float(value)]),
+            )
+            self._parts.setdefault(name, []).append(part)
 
     def curves(self) -> dict[str, Curve]:
         """Join the parts of each metric; of values of one step, the last one counts."""

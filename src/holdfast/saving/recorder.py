@@ -21,7 +21,7 @@ from holdfast.encryption.store import sealed
 from holdfast.errors import DeadlineExceeded, time_limit
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
-from holdfast.format.history import HistoryEvent
+from holdfast.format.history import HistoryEvent, to_number
 from holdfast.ownership.claim import Claim, expect_claim
 from holdfast.ownership.owner import Ownership
 from holdfast.root.history_writer import MAX_WAITING, HistoryWriter
@@ -200,6 +200,7 @@ class HistoryRecorder:
                 folder=fields["folder"],
                 why=fields["reason"][:_MAX_WHY],
                 tier="" if fields["root"] == self._store.url else "remote",
+                metrics={name: to_number(value) for name, value in fields["metrics"].items()},
             )
         return None
 
