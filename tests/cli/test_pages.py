@@ -59,7 +59,7 @@ def expect_shown(
 
 
 @pytest.mark.full  # The loop alone, and a proof, run in every tier.
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(450)
 def test_the_commands_of_the_readme_print_what_it_shows(
     expect_shown: Expect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +73,7 @@ def test_the_commands_of_the_readme_print_what_it_shows(
     assert [arguments[0] for arguments, _ in commands] == ["prove", "ls", "log", "export"]
     program = f"import sys\nsys.path.append({str(script.parent)!r})\nimport readme\n"
     Path("train.py").write_text(f"{program}readme.prove(sys.argv[1])", "utf-8")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
     for arguments, output in commands:
         expect_shown(arguments, output)

@@ -59,7 +59,7 @@ def test_a_run_that_is_killed_inside_a_save_is_proved_equal(
         ("scheduler", Code.FOUND, "optimizer", "scheduler: "),
         ("data", Code.FOUND, "model", "data: "),
         ("prefetcher", Code.FOUND, "data", "data: "),
-        ("average", Code.FOUND, "metrics", "metrics: average: "),
+        ("average", Code.FOUND, "metrics", "metrics: "),
         ("teacher", Code.FOUND, "model", "outside of the state: "),
         ("unseeded", Code.DIFFERS_ANYWAY, "rng", "rng: "),
         ("unseeded of its own", Code.DIFFERS_ANYWAY, "model", "a generator that is not seeded"),

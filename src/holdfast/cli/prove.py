@@ -8,7 +8,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -288,6 +288,12 @@ class _Proving:
                 "a restarted process began from the beginning, although there were checkpoints. "
                 "Call checkpoints.resume() before the loop, without a new root or a fresh start",
             )
+        elif not any(save.name.epoch > 1 for save in run.record.committed()):
+            self._conclude(
+                "unproved",
+                "nothing was saved after a resume: train more steps, or save earlier, so that a "
+                "kill is followed by more than one save",
+            )
         elif run.kept_roots != self.runs[0].kept_roots:
             self._conclude("unproved", "the killed run has other roots in {root} than the first")
         else:
@@ -317,8 +323,8 @@ class _Proving:
         else:
             self._conclude_equal()
 
-    def _count_differences(self, noise: Collection[tuple[str, str]]) -> None:
-        """Count what differs and is neither a timing nor differs in two undisturbed runs."""
+    def _count_differences(self, noise: Mapping[tuple[str, str], str]) -> None:
+        """Count the differences that are no timings and no noise of undisturbed runs."""
         found = {
             at: [
                 one
@@ -328,14 +334,14 @@ class _Proving:
             for at, pair in enumerate(self.pairs)
         }
         self.counted = {at: differences for at, differences in found.items() if differences}
-        self.ignored = sorted({*self.timings, *(path for _, path in noise)})
+        self.ignored = sorted({*self.timings, *noise.values()})
 
     def _differ_anyway(self, pairs: Sequence[ComparedPair], other: str) -> bool:
         """Conclude that undisturbed runs differ, if their trainings do in these pairs."""
         if not any(one.is_of_training for pair in pairs for one in pair.differences):
             return False
         self.pairs = pairs
-        self._count_differences(())
+        self._count_differences({})
         pair, differences = self._first()
         self.causes = list_causes(pair, differences, is_anyway=True)
         self._conclude(
@@ -410,10 +416,10 @@ class _Proving:
         return Answer(document=document, parts=parts, code=_CODES[self.verdict])
 
 
-def _soft(pairs: Sequence[ComparedPair]) -> set[tuple[str, str]]:
-    """Return the metrics and plain values that differ, although the trainings are equal."""
+def _soft(pairs: Sequence[ComparedPair]) -> dict[tuple[str, str], str]:
+    """Return labels of all that differs although the trainings are equal, by place."""
     return {
-        (one.component, one.path)
+        (one.component, one.path): one.label
         for pair in pairs
         for one in pair.differences
         if not one.is_of_training
@@ -463,7 +469,8 @@ def _format_proof(proof: Proof) -> list[str | TextTable]:
     parts += [f"common cause: {cause}" for cause in proof.causes]
     parts += [f"logged: {line}" for line in proof.warnings]
     if proof.ignored:
-        parts.append(f"not counted, as no two runs have them alike: {', '.join(proof.ignored)}")
+        names = ", ".join(proof.ignored)
+        parts.append(f"not counted, as undisturbed runs differ in it, too: {names}")
     if proof.folder is not None:
         parts.append(f"kept: {proof.folder}")
     return parts

@@ -53,8 +53,14 @@ class Difference:
 
     @property
     def is_of_training(self) -> bool:
-        """Whether it shows another training, as a plain value or a metric alone does not."""
-        return self.what in ("tensors", "generators", "steps")
+        """Whether it shows another training, as a metric or an unused generator does not."""
+        return self.what in ("tensors", "steps")
+
+    @property
+    def label(self) -> str:
+        """Its name in a list of differences."""
+        is_generator = self.what == "generators"
+        return f"the generator {self.path}, which is not seeded" if is_generator else self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,49 +243,52 @@ def _causes_anyway(differences: Sequence[Difference]) -> Iterator[str]:
 
 def _causes_of_resume(pair: ComparedPair, differences: Sequence[Difference]) -> Iterator[str]:
     found = {one.what for one in differences}
-    names = {one.component for one in differences}
-    data = [one for one in names if any(word in one for word in _POSITIONS)]
-    rate = next((one for one in differences if one.what == "values" and _is_rate(one)), None)
+    rates = [one for one in differences if one.what == "values" and _RATES.search(one.path)]
+    moved = [one for one in differences if _is_position(one)]
     if "steps" in found:
         yield "steps: the loop must start at the step that was resumed, found.step, not at 0"
-    if rate is not None:
-        missing = "is not in the state" if not pair.has_schedule else "does not set it"
+    if rates:
+        missing = "does not set it" if pair.has_schedule else "is not in the state"
         yield (
-            f"scheduler: the learning rate differs ({rate.component}:{rate.path} is {rate.a} and "
-            f'{rate.b}), and a scheduler {missing}. Add it: {{"scheduler": scheduler}}'
+            f"scheduler: the learning rate differs ({rates[0].component}:{rates[0].path} is "
+            f"{rates[0].a} and {rates[0].b}), and a scheduler {missing}. Add it: "
+            '{"scheduler": scheduler}'
         )
     if not pair.has_position:
         yield (
             "data: no component of the state is a position in the data, so the resumed run gets "
             'other samples. Use holdfast.data.Loader, and add it: {"data": data}'
         )
-    elif data:
+    if moved:
         yield (
-            f"{', '.join(data)}: the position differs after as many steps, so batches were "
-            "skipped or repeated. Does a prefetcher or another wrapper take batches before they "
-            "are trained on, or does the loop skip batches although the loader resumes by itself?"
+            f"{moved[0].component}: the position ({moved[0].path}) differs after as many steps, so "
+            "batches were skipped or repeated. Does a prefetcher or another wrapper take batches "
+            "before they are trained on, or does the loop skip batches although the loader "
+            "resumes by itself?"
         )
     if "generators" in found:
         yield (
             "rng: the resumed run draws other random numbers. Is a generator seeded after "
             "resume(), or drawn from in each process, as by a DataLoader at the start of an epoch?"
         )
-    if found <= {"metrics"}:
-        texts = ", ".join(dict.fromkeys(one.path for one in differences))
+    if not (found & {"tensors", "generators", "steps"} or rates or moved):
+        texts = ", ".join(dict.fromkeys(one.path for one in differences[:3]))
         yield (
-            f"metrics: {texts}: computed from something outside of the state, such as an EMA of "
-            "the weights or a running mean. Add it to the state"
+            f"metrics: the training is equal, but not {texts}: computed from something outside "
+            "of the state, such as an EMA of the weights or a running mean. Add it to the state"
         )
-    elif found <= {"tensors", "metrics"} and pair.has_position:
+    elif pair.has_position and not (moved or rates or found & {"steps", "generators"}):
         yield (
             "outside of the state: the training uses something that no component holds, such as "
-            "an EMA or teacher, a target network, a replay buffer, a running mean, a GradScaler "
-            "or a counter. Add it to the state"
+            "an EMA or teacher, a target network, a hidden state, a batch that was fetched ahead, "
+            "a replay buffer, an environment, a running mean or a counter. Add it to the state"
         )
 
 
-def _is_rate(one: Difference) -> bool:
-    return _RATES.search(one.path) is not None
+def _is_position(one: Difference) -> bool:
+    """Whether an integer of a component of the data differs."""
+    is_data = any(word in one.component for word in _POSITIONS)
+    return is_data and one.what == "values" and one.a.isdecimal() and one.b.isdecimal()
 
 
 def find_warnings(logs: Collection[Path]) -> list[str]:

@@ -150,7 +150,7 @@ def plan_kills(steps: Sequence[int], num_kills: int, dice: random.Random) -> lis
     # Not in the last interval, if possible: then a later save can be hit if the first is missed.
     chosen = dice.choice([at for at, step in enumerate(after) if step < last] or [num_kills - 1])
     return [
-        PlannedKill(step=step, inside_save=at == chosen, share=dice.uniform(0.0, 0.8), until=last)
+        PlannedKill(step=step, inside_save=at == chosen, share=dice.uniform(0.0, 0.5), until=last)
         for at, step in enumerate(after)
     ]
 
