@@ -34,6 +34,9 @@ from holdfast.root.commit import kept_of_others, sync_checkpoint
 from holdfast.root.remaining import parts_of
 from holdfast.store.base import Store, is_one_file
 
+_MANY_UNMEASURED = 3
+"""Checkpoints without a metric from which a rule that needs it is reported."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDecision:
@@ -253,7 +256,10 @@ class Deleter:
         """Warn of what parts of the rule need and no checkpoint has, once it cannot come late."""
         newest = max((item.entry.step for item in planned), default=0)
         entries = [item.decision.entry for item in planned]
-        lacks = unmet(entries, self._rule, of_metrics=newest > self.emit.first_metrics_at)
+        until = self.emit.first_metrics_at
+        # A plain loop may save a few times before it measures.
+        is_late = newest > until and (until >= 0 or len(entries) >= _MANY_UNMEASURED)
+        lacks = unmet(entries, self._rule, of_metrics=is_late)
         for best, new in renamed([item.decision for item in planned], self._rule):
             if self._is_first_time(f"renamed {best}"):
                 names = f" New are {', '.join(map(repr, new[:10]))}: was it renamed?" if new else ""
