@@ -67,22 +67,8 @@ def test_a_dry_run_says_the_same_and_touches_nothing(
     assert planned == done
 
 
-def test_json_has_every_member_that_the_page_promises(
-    holdfast: Command, root: Path, unfinished: Path
-) -> None:
+def test_json_has_what_the_text_says(holdfast: Command, root: Path, unfinished: Path) -> None:
     document = holdfast("gc", root, "--json").document
-    assert list(document) == [
-        "holdfast",
-        "root",
-        "dry_run",
-        "removed",
-        "marked",
-        "kept",
-        "failed",
-        "markers",
-        "warnings",
-        "nbytes",
-    ]
     (removed,) = document["removed"]
     assert removed["folder"] == unfinished.name
     assert document["nbytes"] > 10_000

