@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import IterableDataset
 
+from bridges import forks
 from holdfast.data import Loader, Mixture, Stream
-from holdfast.testing.resume import Report, assert_resume_equivalent
+from holdfast.data.randomness import seed_generators
+from holdfast.testing.resume import Report, assert_resume_equivalent, leaf_digests
 from holdfast.train import (
     SWA,
     Control,
@@ -31,14 +33,13 @@ from holdfast.train import (
     warmup,
 )
 from runs import be_a_script
-from train.lives import Life
 from train.small import Noisy, make, network
 from train.test_resume import KILL_AT, STEPS, KilledIn, Phase
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
-LIFE = Path(__file__).with_name("feature_life.py")
+GOAL = "60step"
 
 
 class Source(IterableDataset[Tensor]):
@@ -146,24 +147,20 @@ def test_a_feature_with_a_state_resumes_bit_for_bit_from_a_kill_in_any_phase(
     )
 
 
+def live(feature: str, root: Path, _: forks.Say) -> dict[str, str]:
+    """Train to the end; a run that was killed goes on."""
+    seed_generators(0)
+    trainer = made(feature, root)
+    trainer.fit(GOAL)
+    generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    return leaf_digests({**trainer.state, "generators": generators})
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_feature_that_is_killed_ten_times_at_any_moment_ends_with_the_same_bits(
     feature: str, tmp_path: Path
 ) -> None:
-    """Invariant 7, by SIGKILL."""
-    chance = random.Random(feature)
-    with Life([LIFE, feature, tmp_path / "whole", tmp_path / "whole.json"]) as whole:
-        whole.ends()
-    for _ in range(10):
-        num_updates, then_s = chance.randint(0, 4), chance.random() / 50
-        print(f"{feature}: killed {1e3 * then_s:.1f} ms after update {num_updates}")
-        with Life([LIFE, feature, tmp_path / "killed", tmp_path / "killed.json"]) as killed:
-            killed.updates(num_updates, then_s)
-    assert not (tmp_path / "killed.json").exists()
-    with Life([LIFE, feature, tmp_path / "killed", tmp_path / "killed.json"]) as last:
-        last.ends()
-    expected, found = (
-        json.loads((tmp_path / f"{name}.json").read_text("utf-8")) for name in ("whole", "killed")
-    )
-    assert found == expected
+    """Invariant 7, by SIGKILL at any call of a function."""
+    job = partial(live, feature)
+    forks.assert_kills_change_nothing(job, tmp_path, kills=10, seed=1, at_calls=True)
