@@ -46,6 +46,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
 from holdfast.root import commit as commit_module
 from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.history import read_history
 from holdfast.saving import save as save_module
 from holdfast.store import open_store
 from holdfast.store.base import Store
@@ -96,7 +97,8 @@ def live_on(manager: CheckpointManager, state: dict[str, Any], told: int) -> Non
     first = step_of(state) + 1
     for step in range(first, first + SAVES_A_CHILD):
         advance(state, step)
-        tell(told, "saved", manager.save(step).wait().step)
+        metrics = {"loss": float(step), "half": step / 2}
+        tell(told, "saved", manager.save(step, metrics=metrics).wait().step)
 
 
 def work(root: str, num_elements: int, told: int, *, preflight: bool) -> None:
@@ -142,6 +144,19 @@ def look(
             raise AssertionError(f"{entries[0].folder} is not what loads: {found.folder} is")
     if step_of(state) < acknowledged:
         raise AssertionError(f"lost: step {acknowledged} was acknowledged, {step_of(state)} loads")
+
+
+def expect_history(store: Store, acknowledged: int) -> None:
+    """Every metric up to the acknowledged step is in the history, and no segment is torn."""
+    history = read_history(store)
+    if history.unread:
+        raise AssertionError(f"{store.url}: {history.unread}")
+    expected = list(range(1, acknowledged + 1))
+    for name, factor in (("loss", 1.0), ("half", 0.5)) if expected else ():
+        curve = history.curves[name]
+        steps, values = [*curve.steps[:acknowledged]], [*curve.values[:acknowledged]]
+        if (steps, values) != (expected, [factor * step for step in expected]):
+            raise AssertionError(f"{store.url}: {name} up to {acknowledged}: {steps}, {values}")
 
 
 def clean_up(root: str | Path, *, most: int = 3) -> None:
@@ -323,6 +338,7 @@ class Storm:
         """Count it when a promise is broken."""
         state = new_state(self.num_elements)
         self.judge(lambda: look(self.root, state, self.acknowledged))
+        self.judge(lambda: expect_history(open_store(self.root), self.acknowledged))
 
     def judge(self, job: Callable[[], None]) -> None:
         """Count it when a check raises."""
