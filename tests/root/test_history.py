@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 
 from allranks import Member, all_of, on_ranks
-from holdfast import add_metrics
+from holdfast import Tiered, add_metrics
 from holdfast.errors import FormatError, StoreError
+from holdfast.events import Emitter
 from holdfast.format.history import HistoryEvent, HistorySession, MetricRows, Segment
 from holdfast.format.manifest import Reference
+from holdfast.maintenance.delete import prune_checkpoints
+from holdfast.policy.rules import parse_rule
+from holdfast.replication.copy_checkpoints import copy_checkpoints, plan_copies
 from holdfast.root import history_writer
+from holdfast.root.catalog import Catalog
 from holdfast.root.history import History, HistoryReader, read_history
 from holdfast.root.history_writer import HistoryWriter
 from holdfast.store.base import Store
@@ -234,3 +239,36 @@ def test_columns_of_different_lengths_are_refused_and_a_huge_row_is_cut() -> Non
     one.add_row(1, 0.0, {"m" * 200 + str(number): 1.0 for number in range(5000)})
     one.put_segments()
     assert 100 < len(read_history(store).curves) < 5000
+
+
+def test_a_lost_local_disk_takes_no_curve_with_it(tmp_path: Path) -> None:
+    def train(local: Path, steps: range) -> None:
+        root = Tiered(local, tmp_path / "remote", keep_local="last:1")
+        with new_run().manager(root, every="5step") as manager:
+            manager.resume()
+            for step in steps:
+                manager.maybe_save(step, metrics={"loss": float(step)})
+
+    train(tmp_path / "one", range(1, 13))
+    train(tmp_path / "two", range(11, 21))  # on another machine
+    for name in ("remote", "two"):
+        found = read_history(LocalStore(tmp_path / name))
+        assert losses(found) == list(range(1, 21))
+        assert [list(branch.curves["loss"].steps) for branch in found.branches] == [[11, 12]]
+
+
+def test_a_copy_and_deletions_by_hand_keep_the_history(tmp_path: Path) -> None:
+    root, copy = tmp_path / "run", tmp_path / "copy"
+    with new_run().manager(root, every="5step") as manager:
+        for step in range(1, 13):
+            manager.maybe_save(step, metrics={"loss": float(step)})
+    store = LocalStore(root)
+    newest = Catalog(store).find_checkpoint("latest").folder
+    planned = plan_copies(store, LocalStore(copy), [newest])
+    assert [*copy_checkpoints(store, LocalStore(copy), planned, emit=Emitter(()))]
+    prune_checkpoints(store, parse_rule("last:1"), emit=Emitter(()))
+    found = read_history(store)
+    assert losses(found) == list(range(1, 13))
+    deleted = [save for save in found.saves if save.deleted_s is not None]
+    assert [(save.step, "last 1" in save.deleted_why) for save in deleted] == [(5, True)]
+    assert losses(read_history(LocalStore(copy))) == list(range(1, 13))

@@ -10,15 +10,17 @@ otherwise.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from holdfast.encryption.manifests import REDACTED
-from holdfast.encryption.store import bare
+from holdfast.encryption.store import bare, sealed
 from holdfast.errors import (
     CorruptData,
     FormatError,
+    HoldfastError,
     NoCheckpoint,
     OutcomeUnknown,
     SealError,
@@ -29,6 +31,7 @@ from holdfast.errors import (
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.envelope import Visible
+from holdfast.format.history import HistoryEvent
 from holdfast.format.manifest import Deleted, Manifest
 from holdfast.maintenance.resume_plan import standing
 from holdfast.maintenance.retention import Deleter, PlannedDecision, Pruned, plan_retention
@@ -41,6 +44,7 @@ from holdfast.policy.rule import MAIN, Rule, savers_of
 from holdfast.root.attempts import latest_of
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import check_ownership, kept_of_others, name_latest, sync_checkpoint
+from holdfast.root.history_writer import HistoryWriter
 from holdfast.root.remaining import parts_of
 from holdfast.root.upload_records import NotedUploads
 from holdfast.store.base import Store
@@ -61,6 +65,27 @@ def _claimed(
         raise
     finally:
         owner.release_run()
+
+
+def _record_deletions(
+    store: Store, claim: Claim, deleted: Sequence[tuple[str, int | None, str]], emit: Emitter
+) -> None:
+    """Record the deletions of (folder, step, reason) in the history; a failure is a warning."""
+    if not deleted or sealed(store) is not None:
+        return
+    writer = HistoryWriter(
+        store, epoch=claim.epoch, nonce=claim.nonce, resumed_from=claim.resumed_from
+    )
+    for folder, step, why in deleted:
+        event = HistoryEvent(
+            what="deleted", time=round(time.time(), 3), step=step, folder=folder, why=why[:500]
+        )
+        writer.add_event(event)
+    try:
+        store.make_folder(layout.HISTORY)
+        writer.put_segments()
+    except HoldfastError as error:
+        emit("warning", f"{store.url}: the deletions are not in the history of the run: {error}")
 
 
 def _watch_readers(
@@ -125,6 +150,12 @@ def prune_checkpoints(
             deleter.carry_out(claim, has_committed=False)
         finally:
             owner.is_clean = deleter.report.is_clean
+            deleted = [
+                (item.entry.folder, item.entry.step, item.decision.reason)
+                for item in deleter.report.planned
+                if item.entry.folder in deleter.report.deleted
+            ]
+            _record_deletions(store, claim, deleted, emit)
     return deleter.report
 
 
@@ -212,6 +243,8 @@ def delete_as_planned(
         if base is not None:
             sync_checkpoint(store, base.folder)
         removal = _carry_out(store, asked, claim, reason, readers)
+        if removal.is_done and not asked.components:
+            _record_deletions(store, claim, [(folder, asked.entry.step, reason)], emit)
     if not removal.is_done:
         who = removal.leases[0].who if removal.leases else ""
         why = f"{who} reads it" if who else "it was pinned, tagged or deleted meanwhile"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast.encryption.store import bare
+from holdfast.encryption.store import bare, sealed
 from holdfast.errors import (
     CommitConflict,
     CorruptData,
@@ -38,6 +38,7 @@ from holdfast.root.byte_ranges import Listing, get_stored_length, read_listing
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import name_latest, put_once, sync_checkpoint
 from holdfast.root.documents import read_document
+from holdfast.root.history_writer import copy_segments
 from holdfast.store.base import Store
 
 NUM_THREADS = 4
@@ -213,6 +214,8 @@ def copy_checkpoints(
                     warned = warning
                     emit("warning", warning)
                 yield copied
+        if sealed(source) is None and sealed(target) is None:
+            copy_segments(source, target)
     except (OutcomeUnknown, DeadlineExceeded):
         owner.is_clean = False
         raise

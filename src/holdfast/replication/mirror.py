@@ -59,6 +59,7 @@ from holdfast.root.commit import (
     remove_files,
     sync_checkpoint,
 )
+from holdfast.root.history_writer import copy_segments, list_segments
 from holdfast.threads.workers import Background
 
 BACKOFF_S = 1.0
@@ -147,6 +148,9 @@ class Mirror(UploadQueries):
         self._background.ask_to_stop()  # ends the present round, and lets no other begin
         self._turn = _Turn.RESTS
         self._job: Future[None] | None = None
+        self._segments: set[str] | None = None
+        """Segments of the history that the local tier had; None: those of the remote tier were not
+        copied there yet, after the claim."""
         self._may_mend = False
         """Whether the next round repairs damaged checkpoints of the local tier."""
         self._clear_cached_facts()
@@ -289,6 +293,7 @@ class Mirror(UploadQueries):
     def go_on(self) -> None:
         """Drop cached state of both tiers and start uploading; called after each claim."""
         self._clear_cached_facts()
+        self._segments = None
         self._sender.background.start()  # an exiting interpreter cannot start threads
         self._sender.background.proceed()
         self._background.proceed()
@@ -374,6 +379,8 @@ class Mirror(UploadQueries):
             self._upload(entry)
         if not background.is_stopping:
             self._clear_away()
+        if not background.is_stopping:
+            self._copy_history()
         if self._may_mend and not background.is_stopping:
             self._mend()
         if self._is_behind and self._may_release and not background.is_stopping:
@@ -382,6 +389,20 @@ class Mirror(UploadQueries):
             self._is_behind = False
             self.chores.retain()
             self._release_rest()
+
+    def _copy_history(self) -> None:
+        """Copy the history to the remote tier, and after a claim first what the local one lacks."""
+        if sealed(self._local) is not None:
+            return
+        try:
+            if self._segments is None:
+                copy_segments(self._remote, self._local)
+                self._segments = {*list_segments(self._local)}
+            found = copy_segments(self._local, self._remote)
+            self._remote.delete_many(sorted(self._segments.difference(found)))
+            self._segments = {*found}
+        except Exception as error:  # noqa: BLE001 - the next upload tries again
+            self._emit_remote("housekeeping_failed", f"the history of metrics: {error!r}")
 
     def holds(self, entry: Entry) -> str:
         """Return why the remote copy must stay: pins in the local tier, which are copied now."""

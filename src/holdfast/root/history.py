@@ -224,10 +224,13 @@ class HistoryReader:
             for epoch, one in recorded.items()
             if one.has_rows
         }
-        for name in self._store.children(layout.WRITERS):
+        names = self._store.children(layout.WRITERS)
+        # Those of commands, such as a deletion, are closed.
+        closed = {layout.parse_closed(name) for name in names}
+        for name in names:
             epoch = layout.parse_writer(name)
             claim = None if epoch is None or epoch in found else self._claim(epoch)
-            if claim is None or (claim.purpose and not claim.rollback):
+            if claim is None or (epoch in closed and not claim.rollback):
                 continue
             step = _step_of(claim.resumed_from, saves)
             if step is not None:

@@ -121,28 +121,19 @@ class HistoryWriter:
         Raises:
             StoreError: the store fails.
         """
-        sizes = self._list_sizes()
+        own = layout.history_key(self._session.epoch, self._number)
+        sizes = list_segments(self._store, but=own)
         small = [key for key, nbytes in sizes.items() if nbytes < MERGED_NBYTES // 2]
         if len(small) > MAX_SMALL:
             for group in _group_keys(small, sizes):
                 self._replace_segments(group)
-            sizes = self._list_sizes()
+            sizes = list_segments(self._store, but=own)
         excess_nbytes = sum(sizes.values()) + OPEN_NBYTES - MAX_HISTORY_NBYTES
         for key in self._list_oldest(sizes) if excess_nbytes > 0 else ():
             self._replace_segments([key], drops_half=True)
             excess_nbytes -= sizes[key] // 2
             if excess_nbytes < -MAX_HISTORY_NBYTES // 4:
                 return
-
-    def _list_sizes(self) -> dict[str, int]:
-        """List the length of each segment but the open one."""
-        prefix = f"{layout.HISTORY}/"
-        own = layout.history_key(self._session.epoch, self._number)
-        return {
-            info.key: info.nbytes
-            for info in self._store.list(prefix)
-            if layout.parse_history(info.key.removeprefix(prefix)) is not None and info.key != own
-        }
 
     def _begin_segment(self) -> None:
         self._number = self._take_number()
@@ -175,7 +166,7 @@ class HistoryWriter:
 
     def _replace_segments(self, keys: Sequence[str], *, drops_half: bool = False) -> None:
         """Put one segment in the place of others, with all of their rows or with half of them."""
-        read = {key: segment for key in keys if (segment := self._read(key)) is not None}
+        read = {key: found for key in keys if (found := _read_segment(self._store, key))}
         sessions = [session for segment in read.values() for session in segment.sessions]
         if drops_half:
             sessions = [_drop_half(session) for session in sessions]
@@ -187,16 +178,50 @@ class HistoryWriter:
         """Sort segments by what they hold, oldest first."""
         found = []
         for key in keys:
-            if (segment := self._read(key)) is not None:
+            if (segment := _read_segment(self._store, key)) is not None:
                 found.append((min(map(_order, segment.sessions), default=(0, 0)), key))
         return [key for _, key in sorted(found)]
 
-    def _read(self, key: str) -> Segment | None:
-        try:
-            data = read_document(self._store, key, max_nbytes=MAX_SEGMENT_NBYTES)
-            return Segment.decode(data, what=f"{self._store.url}/{key}")
-        except (FormatError, NotFound):
-            return None
+
+def list_segments(store: Store, *, but: str = "") -> dict[str, int]:
+    """List the length of each segment by key."""
+    prefix = f"{layout.HISTORY}/"
+    return {
+        info.key: info.nbytes
+        for info in store.list(prefix)
+        if layout.parse_history(info.key.removeprefix(prefix)) is not None and info.key != but
+    }
+
+
+def copy_segments(source: Store, target: Store) -> dict[str, int]:
+    """Copy intact segments that another root lacks or has shorter; return those of the source.
+
+    Raises:
+        StoreError: one of the stores fails.
+    """
+    known, found = list_segments(target), list_segments(source)
+    changed = [key for key, nbytes in found.items() if nbytes > known.get(key, -1)]
+    if changed:
+        target.make_folder(layout.HISTORY)
+    for key in changed:
+        segment = _read_segment(source, key)
+        if segment is not None and _is_of_same_claim(segment, _read_segment(target, key)):
+            target.put(key, read_document(source, key, max_nbytes=MAX_SEGMENT_NBYTES))
+    return found
+
+
+def _is_of_same_claim(segment: Segment, other: Segment | None) -> bool:
+    """Whether a segment may take the place of another: two roots may be claimed apart."""
+    nonces = {session.nonce for session in segment.sessions}
+    return other is None or nonces >= {session.nonce for session in other.sessions}
+
+
+def _read_segment(store: Store, key: str) -> Segment | None:
+    try:
+        data = read_document(store, key, max_nbytes=MAX_SEGMENT_NBYTES)
+        return Segment.decode(data, what=f"{store.url}/{key}")
+    except (FormatError, NotFound):
+        return None
 
 
 def _group_keys(keys: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
