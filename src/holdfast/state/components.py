@@ -176,13 +176,16 @@ def marked(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]
 
 
 def unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace accelerate's optimizer wrappers, which have no state, by the optimizers inside."""
-    # Compared by name: importing the class would import all of accelerate.
+    """Replace accelerate's wrappers of optimizers and schedulers by what is inside.
+
+    A wrapped optimizer would be saved as an opaque object, without names of parameters.
+    """
+    # Compared by name: importing the classes would import all of accelerate.
+    inside = {"AcceleratedOptimizer": "optimizer", "AcceleratedScheduler": "scheduler"}
     inner = {
-        name: value.optimizer
+        name: getattr(value, inside[type(value).__name__])
         for name, value in state.items()
-        if type(value).__name__ == "AcceleratedOptimizer"
-        and isinstance(getattr(value, "optimizer", None), Optimizer)
+        if type(value).__name__ in inside and hasattr(value, inside[type(value).__name__])
     }
     return {**state, **inner} if inner else state
 

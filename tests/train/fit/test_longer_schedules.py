@@ -227,3 +227,38 @@ def test_another_function_of_a_plain_loop_is_used_and_said() -> None:
     assert any("scheduler: the script's function" in note for note in notes)
     base = rates[0] / (1 - 6 / 20)
     assert rates == pytest.approx([base * (1 - step / 20) for step in (6, 7)])
+
+
+def test_settings_of_another_librarys_scheduler_are_said_and_can_be_overridden() -> None:
+    class CosineScheduler:
+        """As timm's: its state is its attributes, and `step` gets the number."""
+
+        def __init__(self, optimizer: torch.optim.Optimizer, t_initial: int) -> None:
+            self.optimizer, self.t_initial, self.metric = optimizer, t_initial, 0.0
+
+        def step(self, number: int) -> None:
+            self.optimizer.param_groups[0]["lr"] = 1 - number / self.t_initial
+
+        def state_dict(self) -> dict[str, float]:
+            return {name: value for name, value in vars(self).items() if name != "optimizer"}
+
+        def load_state_dict(self, state: dict[str, float]) -> None:
+            vars(self).update(state)
+
+    def resumed(t_initial: int, **options: Any) -> tuple[Any, int]:
+        run = new_run(seed=0)
+        scheduler = CosineScheduler(run.optimizer, t_initial)
+        scheduler.metric = float(t_initial)
+        state = {"model": run.model, "optimizer": run.optimizer, "scheduler": scheduler}
+        with CheckpointManager(store, state) as manager:
+            found = manager.resume(**options)
+            manager.save(1, wait=True)
+        return found.notes if found else (), scheduler.t_initial
+
+    store = MemoryStore()
+    resumed(10)
+    notes, used = resumed(20)
+    assert used == 10
+    (said,) = [note for note in notes if note.startswith("scheduler.")]
+    assert "override=['scheduler.t_initial']" in said
+    assert resumed(20, override=["scheduler.t_initial"])[1] == 20

@@ -58,8 +58,18 @@ class ScheduleSetting:
 def schedule_settings(state: Mapping[str, Any]) -> Iterator[ScheduleSetting]:
     """Yield the settings of all schedulers of a state, also of inner ones."""
     for component, value in state.items():
-        if isinstance(value, LRScheduler):
+        if _is_scheduler(value):
             yield from _iterate_settings(component, component, value)
+
+
+def _is_scheduler(value: Any) -> bool:
+    """Whether a value is a scheduler, also one of another library, which has no base class."""
+    if isinstance(value, LRScheduler):
+        return True
+    names = (kind.__name__.lower() for kind in type(value).__mro__)
+    return isinstance(getattr(value, "optimizer", None), Optimizer) and any(
+        "scheduler" in name for name in names
+    )
 
 
 def _iterate_settings(
@@ -127,7 +137,8 @@ class ScriptSchedules:
             f"{now.owner[now.key]!r}"
             for now, script in taken
         ]
-        if isinstance(live, ReduceLROnPlateau):  # its rates follow from metrics, not from steps
+        if isinstance(live, ReduceLROnPlateau) or not isinstance(live, LRScheduler):
+            # Rates follow from metrics, or from the number of the step that its caller gives.
             for now, script in taken:
                 now.owner[now.key] = script.owner[script.key]
         elif taken:
@@ -235,7 +246,7 @@ class _Copy:
 def _steps(scheduler: LRScheduler) -> int:
     inner = getattr(scheduler, _INNER, None)
     return (
-        int(scheduler.last_epoch)
+        int(getattr(scheduler, "last_epoch", 0))
         if not inner or hasattr(scheduler, "last_epoch")
         else _steps(inner[0])
     )
