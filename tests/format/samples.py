@@ -153,6 +153,17 @@ def documents() -> list[Document]:
         ),
         ("notes", r.Notes(tags=("a", "ü"), pinned=True), r.Notes.encode, r.Notes.decode),
         (
+            "notes-measured",
+            r.Notes(
+                tags=(),
+                pinned=False,
+                metrics={"eval/ü": 0.5, "worst": float("-inf")},
+                evaluating={"acc": NONCE[:16]},
+            ),
+            r.Notes.encode,
+            r.Notes.decode,
+        ),
+        (
             "request",
             r.RequestRecord(
                 id=NONCE,
