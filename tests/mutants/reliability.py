@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         name="claim-of-the-same-epoch-twice",
         promise="R10: of two claims of one epoch one wins",
-        place="_put_claim",
+        place="Evaluations._put_claim",
         before="        put_once(store, layout.writer_key(epoch), record.encode())\n",
         after="        store.put(layout.writer_key(epoch), record.encode())\n",
         near=("tests/ownership/test_claim.py",),
@@ -197,6 +197,22 @@ MUTANTS = (
             "tests/root/test_catalog.py",
             "tests/loading/test_search.py",
         ),
+    ),
+    Mutant(
+        name="checkpoint-evaluated-by-two",
+        promise="R10: of several processes one evaluates a checkpoint",
+        place="Evaluations._put_claim",
+        before="self.find_holder(entry.folder, marks) is not None",
+        after="False",
+        near=("tests/cli/test_evaluate.py",),
+    ),
+    Mutant(
+        name="value-after-the-decision-ignored",
+        promise="R20: a checkpoint whose value arrives meanwhile is judged again",
+        place="retract",
+        before="if notes_number not in (None, marks.notes_number):",
+        after="if False:",
+        near=("tests/ownership/test_late_metrics.py",),
     ),
     Mutant(
         name="pin-reaches-the-local-tier-alone",
