@@ -20,6 +20,7 @@ from starlette.responses import Response
 from holdfast.cli.log import Log, LoggedSave, LoggedSession, log_root
 from holdfast.cli.output import format_time, printable
 from holdfast.cli.web.curves import (
+    READING,
     Axis,
     Curve,
     RunCurves,
@@ -104,7 +105,8 @@ def _rank_curve(curve: Curve) -> tuple[Any, ...]:
 async def site_curves(site: Site, request: Request) -> Response:
     """Return the curves of one metric, one for each run that was asked for."""
     chosen = [run.name for run in choose_runs(site, request)]
-    seen = await gather(*map(read_run, site.runs.values()))
+    with READING.held():
+        seen = await gather(*(read_run(run, patience_s=0) for run in site.runs.values()))
     known = {name: one.document for name, one in zip(site.runs, seen, strict=True) if one.document}
     standing = {name: found.standing() for name, found in known.items()}
     metrics = metric_names([*standing.values()])

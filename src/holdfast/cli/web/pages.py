@@ -17,7 +17,7 @@ from holdfast.cli.prune import Forecast, forecast_deletions
 from holdfast.cli.resume_plan import plan_of
 from holdfast.cli.uploads import show_uploads
 from holdfast.cli.watch import WatchedRun
-from holdfast.cli.web.curves import RunCurves, metric_names
+from holdfast.cli.web.curves import READING, RunCurves, metric_names
 from holdfast.cli.web.figures import costly, picture, read_log, read_run, rows_of
 from holdfast.cli.web.jobs import told
 from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
@@ -33,7 +33,8 @@ _NEWEST = 8
 
 async def roots(site: Site, request: Request) -> Response:
     """Show all runs as a table that sorts, and curves of several in one picture."""
-    cards = await gather(*map(_card, site.runs.values()))
+    with READING.held():
+        cards = await gather(*map(_card, site.runs.values()))
     by_name = {card["row"].name: card for card in cards}
     rows = [card["row"] for card in cards]
     columns, metrics = make_columns(rows), metric_names([row.curves for row in rows])
@@ -52,7 +53,9 @@ async def roots(site: Site, request: Request) -> Response:
 
 
 async def _card(run: PageRun) -> dict[str, Any]:
-    looked, listed, curves = await gather(run.watch_run(), run.list_checkpoints(), read_run(run))
+    looked, listed, curves = await gather(
+        run.watch_run(), run.list_checkpoints(), read_run(run, patience_s=0)
+    )
     found = findings(listed.document, looked.answer)
     known: RunCurves | None = curves.document
     return {

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -44,11 +43,6 @@ MAX_READERS = 128
 """Threads that read, of all runs together; but each run has one."""
 NUM_WORKERS = 2
 """Pieces of long work of a run at one time, in threads of their own for the same reason."""
-TURNS = threading.BoundedSemaphore(3)
-"""Answers of local roots that are read at one time: reading takes the interpreter's lock, which the
-threads of many runs would keep from the one that answers requests."""
-TURN_S = 1.0
-"""How long a read waits for its turn, as a disk may hang."""
 _MAX_KEPT = 24
 _MAX_LARGE = 3
 """Answers with all tensors of a checkpoint that are kept."""
@@ -177,8 +171,7 @@ class PageRun:
     async def _read_and_cache(
         self, key: str, read: Callable[[], Any], kept: OrderedDict[str, LastAnswer], most: int
     ) -> LastAnswer:
-        turns = None if "://" in self.root else TURNS
-        reading = partial(self.in_context().run, _seen, read, self.version, turns)
+        reading = partial(self.in_context().run, _seen, read, self.version)
         seen = await asyncio.wrap_future(self._readers.submit(reading))
         before = kept.get(key)
         if key == "watch" and before is not None and before.error and not seen.error:
@@ -199,19 +192,13 @@ class PageRun:
         return found
 
 
-def _seen(
-    read: Callable[[], Any], version: int, turns: threading.BoundedSemaphore | None
-) -> LastAnswer:
+def _seen(read: Callable[[], Any], version: int) -> LastAnswer:
     """Read an answer, in a thread."""
-    has_turn = turns is not None and turns.acquire(timeout=TURN_S)
     at_s, answer, error = time.monotonic(), None, None
     try:
         answer = read()
     except Exception as raised:  # noqa: BLE001 - its page shows it, and other runs go on
         error = raised
-    finally:
-        if turns is not None and has_turn:
-            turns.release()
     took_s = time.monotonic() - at_s
     return LastAnswer(answer=answer, error=error, version=version, at_s=at_s, took_s=took_s)
 
