@@ -254,3 +254,38 @@ def test_a_thousand_checkpoints_of_ten_thousand_tensors_are_shown_at_once(large_
             peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text())
             assert peak is not None
             assert int(peak[1]) / 1024 < 300
+
+
+@pytest.mark.full
+def test_fifty_runs_of_ten_thousand_steps_are_shown_at_once(tmp_path: Path) -> None:
+    """First page 1 s, all curves 10 s, each page after that 1 s."""
+    import holdfast as package
+
+    first, state = tmp_path / "run-00", {"model": {"w": torch.zeros(2)}}
+    with package.CheckpointManager(first, state, every="1000step", keep="last:2") as manager:
+        for step in range(1, 10_001):
+            state["model"]["w"] += 1
+            manager.maybe_save(step, metrics={"loss": 1 / step, "lr": 1e-3})
+    for number in range(1, 50):
+        shutil.copytree(first, tmp_path / f"run-{number:02}", symlinks=True)
+    with command(tmp_path) as (_, said):
+        opened, base = browser(), f"http://127.0.0.1:{said['port']}"
+
+        def read(path: str) -> tuple[float, str]:
+            began = time.monotonic()
+            with opened.open(base + path, timeout=60) as reply:
+                text = reply.read().decode()
+            return time.monotonic() - began, text
+
+        took, text = read(f"/?{said['url'].partition('?')[2]}")
+        assert (took < 1, text.count('scope="row"')) == (True, 50), took
+        began = time.monotonic()
+        while text.count('class="spark"') < 50:
+            assert time.monotonic() - began < 10
+            time.sleep(0.1)
+            text = read("/")[1]
+        took, text = read("/curves.json?metric=loss")
+        data = json.loads(text)
+        assert (took < 1, len(data["x"]), len(data["panels"][0]["curves"])) == (True, 600, 50), took
+        took, text = read("/r/run-33/metrics.csv")
+        assert len(text.splitlines()) == 10_001

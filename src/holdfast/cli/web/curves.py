@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +15,7 @@ from numpy.typing import NDArray
 from holdfast.cli.documents import is_timing
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_root
+from holdfast.cli.web.turns import READING
 from holdfast.policy.rules import recorded_time
 from holdfast.root import history
 from holdfast.root.catalog import Catalog, Entry
@@ -30,45 +29,6 @@ _RATE = re.compile(r"(.*[^a-z])?(lr|learning_rate)([^a-z].*)?", re.ASCII | re.IG
 _COUNTER = re.compile(
     r"(.*[/_])?(epochs?|steps?|iters?|iterations?|samples?|tokens?|flos)", re.ASCII
 )
-
-
-class Turns:
-    """Turns of threads that read curves, so that pages of many runs come first.
-
-    Reading takes the interpreter's lock. A thread waits at most a second, as another root may hang.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._turns = threading.BoundedSemaphore(most)
-        self._is_idle = threading.Event()
-        self._is_idle.set()
-        self._num_pages = 0
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait until other threads have read, and no page is being made."""
-        has_turn = self._turns.acquire(timeout=1)
-        try:
-            self._is_idle.wait(1)
-            yield
-        finally:
-            if has_turn:
-                self._turns.release()
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Begin no turn during the block, which is in the thread of the event loop."""
-        self._num_pages += 1
-        self._is_idle.clear()
-        try:
-            yield
-        finally:
-            self._num_pages -= 1
-            if not self._num_pages:
-                self._is_idle.set()
-
-
-READING = Turns(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +76,7 @@ class CurveReader:
 
     def read_curves(self) -> Answer:
         """Read metrics from the history, and from checkpoints what it does not have."""
-        with READING.turn():
+        with READING.turn(self._root):
             return self._read_curves()
 
     def _read_curves(self) -> Answer:

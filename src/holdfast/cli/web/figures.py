@@ -20,7 +20,6 @@ from starlette.responses import Response
 from holdfast.cli.log import Log, LoggedSave, LoggedSession, log_root
 from holdfast.cli.output import format_time, printable
 from holdfast.cli.web.curves import (
-    READING,
     Axis,
     Curve,
     RunCurves,
@@ -33,6 +32,7 @@ from holdfast.cli.web.curves import (
 from holdfast.cli.web.jobs import told
 from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
 from holdfast.cli.web.site import WHOLE_S, Site, coming
+from holdfast.cli.web.turns import READING
 from holdfast.policy.rules import recorded_time
 
 MAX_CELLS = 600

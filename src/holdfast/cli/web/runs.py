@@ -21,6 +21,7 @@ from holdfast.cli.output import PROGRESS, Answer
 from holdfast.cli.target import open_root
 from holdfast.cli.watch import WatchedRun, Watcher
 from holdfast.cli.web.curves import CurveReader
+from holdfast.cli.web.turns import LOOKING
 from holdfast.threads.workers import Workers
 
 LOCAL_LOOK_S, REMOTE_LOOK_S = 2.0, 10.0
@@ -135,7 +136,7 @@ class PageRun:
 
     async def list_checkpoints(self, *, patience_s: float = PATIENCE_S) -> LastAnswer:
         """Return the answer of `ls`."""
-        return await self.get_answer("ls", lambda: list_root(self.root), patience_s=patience_s)
+        return await self.get_answer("ls", self._list_in_thread, patience_s=patience_s)
 
     def stop_new_reads(self) -> None:
         """Begin nothing more; what is being read ends by itself."""
@@ -181,11 +182,16 @@ class PageRun:
             kept.popitem(last=False)
         return seen
 
+    def _list_in_thread(self) -> Answer:
+        with LOOKING.turn(self.root):
+            return list_root(self.root)
+
     def _observe_in_thread(self) -> WatchedRun:
         """Look at the root, in a thread; one at a time, as `_read_in_thread` sees to."""
         if self._watcher is None:
             self._watcher = Watcher(open_root(self.root))
-        found = self._watcher.observe_root()
+        with LOOKING.turn(self.root):
+            found = self._watcher.observe_root()
         if self._watched is not None and _has_changed(self._watched, found):
             self.version += 1
         self._watched = found
