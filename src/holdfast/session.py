@@ -93,7 +93,6 @@ class Session:
         self.state = state = unwrapped(state)
         self.hooks = hooks if hooks is not None else StateHooks()
         self._judged: object = None
-        """Stamp of the optimizer slots that were last looked at."""
         if self.hooks.edit_save is None:  # else the first `maybe_save` looks at what it leaves
             self.expect_savable()
         checkpoints = Checkpoints.of(root, options)

@@ -177,7 +177,6 @@ class DistributedEvents(ExternalEvents):
         self._next: Due | None = None
         """What became due while another wish was on its way."""
         self._failed: Failed | None = None
-        """What has failed since the last wish was sent."""
         if stop is not None:
             stop.share()
 

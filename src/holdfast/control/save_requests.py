@@ -53,7 +53,6 @@ class Request:
     name: str
     """Name of its file inside `requests/`."""
     tags: tuple[str, ...] = ()
-    """Tags for the checkpoint."""
     reason: str = "request"
     """Reason of the save for its manifest; never the reason of a trigger."""
     asker: Process | None = None

@@ -67,11 +67,9 @@ class Boxes(msgspec.Struct, frozen=True, eq=False):
     """Boxes in the order of their tensors' numbers, an entry for each."""
 
     tensor: Column
-    """Number of the tensor."""
     offsets: Ragged
     """First element of the box in each dimension of the tensor."""
     sizes: Ragged
-    """Number of elements in each dimension."""
 
 
 class Unfit(FormatError):

@@ -34,9 +34,7 @@ class Codec:
     """A compression codec: its library, its levels, and its functions."""
 
     suffix: str
-    """Suffix of the names of its files."""
     library: str
-    """Name of the module to import."""
     install: str
     """Argument of `pip install` that provides the module."""
     levels: range

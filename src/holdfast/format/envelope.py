@@ -110,7 +110,6 @@ class Contents:
     suite: Suite
     data_key: bytes
     manifest: bytes
-    """The decrypted manifest document, as of a plain checkpoint."""
     files: Mapping[str, FileSeal]
     """Encryption of each file, by its plain name."""
     components: Sequence[str]

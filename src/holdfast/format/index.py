@@ -63,7 +63,6 @@ class Places(msgspec.Struct, frozen=True):
     """Positions of shards in files, as columns with an entry for each shard."""
 
     files: Sequence[str]
-    """The tensor files of the component."""
     file: Column
     """Position in `files` of the shard's file."""
     start: Column
@@ -83,7 +82,6 @@ class TensorTable(Mapping[str, TensorEntry]):
         self, specs: Mapping[str, TensorSpec], shards: Places, boxes: Boxes | None = None
     ) -> None:
         self.specs = specs
-        """Key → dtype and shape of the tensor."""
         self.shards = shards
         """Positions of all shards, in the order of `boxes`; without them, of `specs`."""
         self.boxes = boxes

@@ -58,14 +58,8 @@ class TensorRef(
     key: str
 
     device: str = "cpu"
-    """The device it was on."""
-
     grad: bool = False
-    """Whether it required grad."""
-
     parameter: bool = False
-    """Whether it was an `nn.Parameter`."""
-
     order: tuple[int, ...] = ()
     """Its dimensions from the outermost to the innermost in memory; empty when row-major."""
 

@@ -21,7 +21,6 @@ class SharedBox:
     """Elements that a range of a tensor and a stored box share: a box, measured in elements."""
 
     shard: int
-    """Number of the stored box."""
     first: int
     """Position of its first element in the stored box."""
     length: int

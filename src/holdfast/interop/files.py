@@ -28,7 +28,6 @@ class ReadableFile(ABC):
     name: str
     """Path or URL, for messages."""
     nbytes: int
-    """Its length."""
 
     @abstractmethod
     def read_into(self, start: int, memory: memoryview) -> None:

@@ -64,7 +64,6 @@ class Taken:
     specs: Mapping[str, TensorSpec]
     """Specs by key, in the order of the source's bytes."""
     keys: Mapping[str, str]
-    """Key → key in the source."""
 
     @property
     def nbytes(self) -> int:

@@ -20,7 +20,6 @@ class ComponentLayout:
     """The components of a file, as descriptions by name."""
 
     format: str = "torch"
-    """Name of the format, such as "lightning"."""
     components: dict[str, Any]
     step: int | None = None
     kinds: Mapping[str, str] = field(default_factory=dict)

@@ -162,7 +162,6 @@ class LazyTensor:
         self._spec = spec
         self._start = 0
         self.shape = spec.shape
-        """Size of each dimension."""
 
     @property
     def dtype(self) -> str:

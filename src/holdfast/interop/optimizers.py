@@ -36,7 +36,6 @@ class Named:
 
     tree: dict[str, Any]
     keys: Mapping[str, str]
-    """Key in the tree → key in the source."""
     note: str = ""
     """How names were guessed, if they were."""
 

@@ -41,7 +41,6 @@ class TensorPiece:
     component: str
     key: str
     start: int
-    """Position of its first byte in the tensor."""
     memory: memoryview
 
 

@@ -22,7 +22,6 @@ class LeftOut(msgspec.Struct, frozen=True):
     path: str
     """Where it is in the source, such as "training_args.bin" or "trainer.callbacks.EMA"."""
     why: str
-    """Why, as text."""
     tensors_of: str = ""
     """Component of which tensors are lost with it; empty if the value holds none. Reading or
     converting such a source is an error unless the caller allows the loss."""
@@ -91,9 +90,7 @@ class Source(ABC):
     url: str
     """Path or URL that was opened, for messages."""
     parts: Mapping[str, SourceComponent]
-    """The components by name."""
     left_out: Sequence[LeftOut] = ()
-    """Values of the source that cannot be read."""
     step: int | None = None
     """Completed optimizer steps, if the source tells."""
 

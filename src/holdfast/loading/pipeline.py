@@ -90,7 +90,6 @@ class ReadPipeline:
         self._device: torch.device | None = None
         self._kept: dict[BlockId, memoryview] = {}
         self.failure: BaseException | None = None
-        """The error of the last read that failed."""
 
     def register_file(self, file: str) -> None:
         """Check that a tensor file exists in full length, and register it for `run`."""

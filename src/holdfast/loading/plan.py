@@ -200,9 +200,7 @@ class BlockTurn:
 
     block: BlockId
     reader: int
-    """Rank that reads it."""
     receivers: tuple[int, ...]
-    """Ranks that get it from there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

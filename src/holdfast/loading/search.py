@@ -57,7 +57,6 @@ from holdfast.threads.workers import Threads
 Unhealthy = Literal["avoid", "accept"]
 """How resume treats an unhealthy checkpoint: "avoid" uses it only if there is no other."""
 StoredTensors = Mapping[str, Mapping[str, Stored]]
-"""Stored tensors by component and key."""
 _STREAMED = frozenset({"module", "optimizer", "tree"})
 """Kinds of components whose tensors are mostly copied into live ones. The others have few bytes, or
 pass them to code that needs them in memory."""
@@ -73,7 +72,6 @@ class LoadOptions(StateLoadOptions):
     """Callback that edits the stored values before they are compared with the live state. It may
     be called again with a new view: for an older checkpoint, when this one proves damaged."""
     verify: bool = True
-    """Whether digests are checked."""
     in_place: bool = False
     """Whether bytes are read straight into the live tensors, before all of them were checked.
     Damage that is found later leaves the state partly old and partly stored."""
@@ -126,7 +124,6 @@ class LoadCandidate:
     prepared: Prepared
     tensors: StoredTensors
     reader: TensorReader
-    """Reads the tensors that were not read yet."""
     one_sided: SkippedComponents
     """Components that are not loaded, because only the state or only the checkpoint has them."""
     by_rank: frozenset[str]

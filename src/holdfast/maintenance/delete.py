@@ -170,7 +170,6 @@ class DeletionPlan:
     components: tuple[str, ...] = ()
     """Components to drop; empty: the whole checkpoint is to be deleted."""
     nbytes: int
-    """Bytes that it frees."""
     keeps: tuple[str, ...]
     """Why the checkpoint is kept unless the user says otherwise: a pin, tags."""
     is_latest: bool
@@ -354,7 +353,6 @@ class Damaged:
 
     folder: str
     why: str
-    """What is wrong with the manifest."""
     files: tuple[tuple[str, int], ...]
     """(name, bytes) of each file in the folder."""
     pinned: bool

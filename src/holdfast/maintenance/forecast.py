@@ -53,7 +53,6 @@ class RetentionForecast:
     recorded_by: str | None
     """Folder of the checkpoint that records the rule; None if the caller gave it."""
     saves: tuple[AssumedSave, ...]
-    """The next save first."""
     assumptions: tuple[str, ...]
 
 
@@ -174,7 +173,6 @@ class _Simulation:
     replaces: bool
     share_files: Callable[[_Order, _Order], bool]
     sizes: dict[_Order, dict[str, int]]
-    """Stored bytes of components."""
 
     def saves(self, coming: Sequence[tuple[Candidate, dict[str, int]]]) -> Iterator[AssumedSave]:
         """Add one save after the other, and carry out the decisions after each."""

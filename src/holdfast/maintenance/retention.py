@@ -121,9 +121,7 @@ class Pruned:
 
     planned: tuple[PlannedDecision, ...] = ()
     deleted: list[str] = field(default_factory=list)
-    """Folders that were deleted."""
     thinned: list[str] = field(default_factory=list)
-    """Folders that lost components."""
     failed: list[tuple[str, str]] = field(default_factory=list)
     """(folder, why) of deletions that failed, and of checkpoints that were found damaged."""
     is_clean: bool = True
@@ -185,7 +183,6 @@ class Deleter:
         self._failures: dict[str, PlannedDecision] = {}
         """Deletions that failed or did not finish, by folder."""
         self.report = Pruned()
-        """Result of the last `carry_out` call."""
 
     def trust(self, entry: Entry) -> None:
         """Mark a checkpoint as verified: the caller has read every byte and found it right."""

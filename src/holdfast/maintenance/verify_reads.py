@@ -165,7 +165,6 @@ class CheckedBytes:
         self._folder = folder
         self._progress = progress
         self.total = total
-        """Bytes to check."""
         self.nbytes = 0
 
     def count_checked(self, nbytes: int) -> None:

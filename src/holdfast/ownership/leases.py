@@ -279,7 +279,6 @@ class FoundLease:
 
     key: str
     name: AttemptName
-    """The checkpoint that is leased."""
     lease: Lease | None
     """None if it cannot be read. Then its process is unknown, and only its age decides."""
     state: Liveness

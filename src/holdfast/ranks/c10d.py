@@ -135,7 +135,6 @@ class _Round:
     """Round of which keys may be left in the store."""
 
     num_taken: int
-    """Number of its posts that were taken."""
     used_s: float
     """When this rank has collected or announced it last, in monotonic seconds."""
 

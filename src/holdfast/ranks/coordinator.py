@@ -115,7 +115,6 @@ class Coordinator(ABC):
         self.rank = rank
         self.world_size = world_size
         self.is_leader = rank == LEADER
-        """Whether this rank decides."""
         self._numbers = count()
         self._uses: deque[tuple[str, str]] = deque(maxlen=_NUM_KNOWN_USES)
         self._use_lock = Lock()

@@ -88,7 +88,6 @@ class _Failures:
     """Upload failures since the run was claimed; guarded by the lock of the queue."""
 
     count: int = 0
-    """Failures in a row."""
     last: UploadFailed | None = None
     """Failure that callers must see; None: none, or a later upload has succeeded."""
     is_refusal: bool = False
@@ -128,7 +127,6 @@ class Mirror(UploadQueries):
             self._local, rules.local, emit, replaces=replaces, is_sent_to=False, waiting=self._queue
         )
         self.chores = Housekeeper(owner, deleter)
-        """Housekeeping of the local tier."""
         deleter = Deleter(
             self._remote,
             rules.remote,

@@ -66,7 +66,6 @@ class UploadQueue:
         self.is_sure = False
         """Whether the queue was computed from everything that the local root has."""
         self._refused: set[str] = set()
-        """Folders that cannot be uploaded at all."""
         self._suspect: dict[str, str] = {}
         """Why the remote copy must not be relied on, by folder."""
         self.sent_metrics: dict[str, set[str]] = {}

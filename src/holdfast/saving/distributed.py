@@ -140,7 +140,6 @@ class _Comparison(msgspec.Struct, frozen=True):
     is_same: bool
     """Whether the tensor files that the rank would write are in it."""
     files: int
-    """Number of these files."""
     digests: dict[str, str]
     """Digest of the tree of each component that is the same on all ranks."""
     trees: dict[str, bytes]

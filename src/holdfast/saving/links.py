@@ -30,7 +30,6 @@ class _Origin:
 
     folder: str
     name: str
-    """The file's stored name."""
     entry: FileEntry
     stored: StoredBlocks | None
     is_verified: bool

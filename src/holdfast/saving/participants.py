@@ -29,12 +29,10 @@ class OwnFile(msgspec.Struct, frozen=True, kw_only=True):
 
     plain: str
     name: str
-    """Its stored name."""
     entry: FileEntry
     digests: bytes
     stored: StoredBlocks | None
     sealed: WrittenSeal | None = None
-    """How it is encrypted; None: it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

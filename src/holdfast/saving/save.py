@@ -261,7 +261,6 @@ class AttemptFiles:
         """Stored blocks of the compressed files, by stored name."""
         self.digests: dict[str, bytes] = {}
         self.own: list[OwnFile] = []
-        """The durable files of this rank."""
         self.of_others: set[str] = set()
         """Stored names of the files that other ranks have written."""
         self._tables: Mapping[str, TensorTable] | None = None

@@ -66,7 +66,6 @@ class ScriptWarnings:
         self._stepping: Sequence[int] | None = None
         """Ids of the optimizers' parameters at the last search for parameters in no component."""
         self._names: ParameterNames | None = None
-        """Homes of the parameters at that search."""
 
     def of_capture(self, captured: Captured, *, is_whole: bool) -> None:
         """Warn of values that a save leaves out, and of a state that lacks something."""

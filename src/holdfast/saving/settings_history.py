@@ -41,7 +41,6 @@ class SettingsHistory:
             for name, value in (config or {}).items()
             for leaf in _flatten_settings(str(name), value)
         )
-        """Settings of the script, as text."""
         self._world_size = world_size
         self.origins: Mapping[str, str] | None = None
         """Options of optimizers, as `OptimizerOptions` settles them; None: not settled yet."""

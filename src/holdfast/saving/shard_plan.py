@@ -119,7 +119,6 @@ class OwnSamples:
     """Samples of boxes of this rank, taken in one save."""
 
     rows: Sequence[int]
-    """Numbers, among those of the rank, of the boxes."""
     samples: Samples
 
     def get_sample(self, row: int) -> bytes:
@@ -136,7 +135,6 @@ class OwnShare:
         self._rows: list[tuple[str, str, int]] = []
         """Component, key and number of the box in its leaf, of each box."""
         self.num_saves = 0
-        """Saves of this share so far."""
         leaves: list[Leaf] = []
         held: list[Sequence[Box]] = []
         buffers: list[int] = []
@@ -313,9 +311,7 @@ class Written:
     """Columns of the boxes that one rank has written."""
 
     row: Ints
-    """Number of the box among those of the rank."""
     file: Ints
-    """Number of its tensor file in the component."""
     start: Ints
 
 

@@ -43,7 +43,6 @@ class FileToWrite:
     key: str
     content: Content | BytesContent
     encoding: Encoding | None = None
-    """The file's encoding; None: it is not compressed."""
     observer: Callable[[int, memoryview], None] | None = None
     """Callback with the number and the memory of each block of an uncompressed tensor file."""
 

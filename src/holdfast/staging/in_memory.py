@@ -131,7 +131,6 @@ class SmallRuns:
         """`places`: each tensor's number in the file, and its number in the component."""
         self.image = image
         self.blocks = sorted({n for position, _ in places for n in image.blocks_of(position)})
-        """Numbers of the blocks that the tensors lie in."""
         self._targets = [image.address_of(position) for position, _ in places]
         self._sizes = [image.file.specs[position].nbytes for position, _ in places]
         self._numbers = [number for _, number in places]

@@ -197,7 +197,6 @@ class Staged:
     """Staged state: tensor files, which may still be being copied, and encoded trees."""
 
     files: Mapping[str, tuple[KnownFile, ...]]
-    """The tensor files of each component."""
     trees: Mapping[str, bytes]
     kinds: Mapping[str, str]
     by_rank: frozenset[str] = frozenset()

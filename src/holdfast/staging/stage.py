@@ -244,7 +244,6 @@ class _CopyPlan:
     """Positions in the file and numbers of tensors that are copied now, or later in training."""
 
     keys: Collection[str]
-    """Keys of the tensors that are copied later."""
     images: Sequence[FileImage]
     small_now: Sequence[SmallRuns]
     small_later: Sequence[SmallRuns]

@@ -83,7 +83,6 @@ class PairTally:
         self.sizes = (number_nbytes(a.dtype), number_nbytes(b.dtype))
         """Bytes of a number of each."""
         self.num_left = a.nbytes // self.sizes[0]
-        """Numbers that are still to be added."""
         self.is_equal = self._is_one_dtype
         """Whether both have one dtype, and no bit differs so far."""
         self._count = 0

@@ -55,7 +55,6 @@ class PlacedPart:
 
     part: WrittenBox
     file: int
-    """Number of the component's tensor file."""
     start: int
 
 
@@ -67,7 +66,6 @@ class Task:
     parts: Mapping[MetadataIndex, WrittenBox]
     """The boxes of the rank; those without elements are written by nobody."""
     values: Mapping[str, Item]
-    """Its items that are no tensors."""
     first: Mapping[str, int]
     """Number of the rank's first tensor file of each component."""
 
@@ -102,7 +100,6 @@ class DcpLayout:
         self._specs = _make_specs(self.items, tensors)
         self._whole: set[str] = set()
         self.parts = [self._make_written_boxes(plan) for plan in plans]
-        """The boxes that each rank writes."""
         self.counts: dict[str, int] = dict.fromkeys(self.components, 0)
         """Number of tensor files of each component."""
         self.first = [self._assign_numbers(parts) for parts in self.parts]

@@ -35,7 +35,6 @@ class PickleBudget:
     operations: int = 6_000_000
     """Operations: about 100,000 tensors with all that belongs to them take as many as 4 million."""
     nbytes: int = 128 << 20
-    """Memory of the values."""
 
     def __post_init__(self) -> None:
         self.operations, self.nbytes = bound(self.operations), bound(self.nbytes)

@@ -41,7 +41,6 @@ Constructor: TypeAlias = Callable[["Machine", "Args"], Any]
 Setter: TypeAlias = Callable[["Machine", Any, Any], None]
 """Gives a description the state that a pickle restores. Raises ValueError for a wrong one."""
 Args: TypeAlias = tuple[Any, ...]
-"""Arguments of a call."""
 
 _MALFORMED = (
     *(ValueError, IndexError, TypeError, OverflowError, AttributeError, struct.error),

@@ -67,7 +67,6 @@ class Chunked:
     start: _Integers
     """First byte of each chunk in the file, in row-major order of the chunks."""
     nbytes: _Integers
-    """Its bytes as stored."""
     is_plain: np.ndarray[Any, np.dtype[np.bool_]]
     """Whether the filter was left out for a chunk."""
 

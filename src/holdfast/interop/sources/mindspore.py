@@ -323,7 +323,6 @@ class Field:
     start: int
     """First byte of the value in the file."""
     stop: int
-    """The byte after its last."""
 
 
 class Wire:

@@ -43,8 +43,6 @@ class Captured:
     components: Mapping[str, CapturedComponent]
 
     state: Mapping[str, Any]
-    """The live components."""
-
     look_for_unheld: Callable[[], Mapping[str, Mapping[str, Tensor]]]
     """Callback that finds parameters of optimizers that no captured component holds."""
 
