@@ -56,7 +56,6 @@ class TensorRef(
     """Torch tensor in a `$tensor` node: its key, device, flags and memory order."""
 
     key: str
-
     device: str = "cpu"
     grad: bool = False
     parameter: bool = False

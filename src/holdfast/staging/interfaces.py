@@ -167,7 +167,6 @@ class StagingTransfer(Protocol):
 
     is_early: bool
     """Whether blocks are written while copies that training waits for are still being made."""
-
     waited_s: float
     """Seconds that training has waited for copies."""
 

@@ -30,38 +30,27 @@ class Leaves:
 
     component: str
     """Name of the component, for messages."""
-
     key_of: Callable[[str], str] = _plain
     """Path in the typed tree -> wanted tensor key, which is also the path in messages."""
-
     is_shared: bool = False
     """Whether other ranks capture it too: names of devices have no index then."""
-
     is_edited: bool = False
     """Whether a hook may omit leaves that cannot be saved: see `refused`."""
-
     refused: dict[str, str] = field(default_factory=dict)
     """Key in the tree of each leaf that cannot be saved, and is in no other member -> reason."""
-
     taken: Collection[str] = ()
     """Keys in use by other tensors."""
-
     tensors: dict[str, Tensor] = field(default_factory=dict)
     """Key -> live tensor, of a DTensor the local one: detached; conjugate and negative views are
     resolved."""
-
     specs: list[TensorSpec] = field(default_factory=list)
     """Specs of the tensors, in the same order."""
-
     offenders: list[tuple[str, str]] = field(default_factory=list)
     """(path with the component's name, reason) of everything that cannot be saved."""
-
     originals: list[Tensor] = field(default_factory=list)
     """The original of each of `tensors`, which may be copies."""
-
     shards: dict[str, LocalShards] = field(default_factory=dict)
     """Key -> the boxes of each DTensor."""
-
     _refs: dict[Hashable, TensorRef] = field(default_factory=dict)
 
     def add_tensor(self, tensor: Tensor, path: str) -> TensorRef | Refused:

@@ -66,10 +66,8 @@ class StoredComponent:
 
     name: str
     kind: str
-
     tree: bytes
     """The typed tree."""
-
     tensors: Mapping[str, TensorSpec]
     """Key -> dtype and shape from the index."""
 
@@ -80,33 +78,24 @@ class CapturedComponent:
 
     name: str
     kind: Kind
-
     tree: bytes
     """The typed tree, as it will be stored."""
-
     tensors: Mapping[str, Tensor]
     """Key -> live tensor: detached, of any strides, on any device, in the order of the tree."""
-
     specs: tuple[TensorSpec, ...]
     """Specs of the tensors, in the same order."""
-
     may_overlap: frozenset[str] = frozenset()
     """Keys of the tensors that only steps of a torch optimizer change."""
-
     addresses: Sequence[int] | None = None
     """Addresses of the tensors, in their order; None unless each is known to be contiguous in host
     memory."""
-
     shards: Mapping[str, LocalShards] = field(default_factory=dict)
     """Key -> the boxes of each DTensor; its entries in `tensors` and `specs` are those of its local
     tensor."""
-
     refused: Mapping[str, str] = field(default_factory=dict)
     """Key in the tree of each leaf that cannot be saved -> reason. An edit must omit it."""
-
     by_rank: bool = False
     """Whether each rank has its own."""
-
     numbers: range | None = None
     """Numbers of the tensor files into which this rank writes it; None: from 0, as many as needed,
     and unchanging tensors may get files of their own."""

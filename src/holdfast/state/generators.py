@@ -47,7 +47,6 @@ class DeviceGenerator:
 
     type: str
     """Device type: `cuda`, `xpu`, `mps`, …"""
-
     index: int
     """Index of the device among those of its type."""
 

@@ -59,37 +59,26 @@ class LiveModule:
 
     module: nn.Module
     """The module without wrappers."""
-
     entries: Mapping[str, Any]
     """Clean name (without wrappers' parts) -> value in the state_dict."""
-
     raw_names: Mapping[str, str]
     """Clean name -> name in the state_dict."""
-
     leaves: Mapping[str, Tensor]
     """Clean name -> the parameter or buffer whose memory the entry is."""
-
     extras: Mapping[str, nn.Module]
     """Clean name of an extra state -> the submodule that takes it."""
-
     collisions: tuple[str, ...]
     """Clean names that two entries share."""
-
     strange_keys: tuple[str, ...]
     """Keys of the state_dict that are not text."""
-
     own_loading: frozenset[str]
     """Clean paths of submodules with loading code of their own."""
-
     converting: frozenset[str]
     """Clean paths of submodules whose loading is torch's own, and converts older names."""
-
     versions: Mapping[str, int] | None
     """Clean path of a submodule -> its saved version; None: the state_dict has no versions."""
-
     raw_paths: tuple[tuple[str, str], ...]
     """(raw, clean) path of every submodule."""
-
     of_torch: frozenset[str]
     """Clean paths of torch's own submodules that load plainly: their versions do not matter."""
 

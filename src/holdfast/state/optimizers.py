@@ -42,13 +42,10 @@ class LiveOptimizer:
     """A live optimizer with its parameters named."""
 
     optimizer: Optimizer
-
     groups: tuple[tuple[str, ...], ...]
     """Names of each group's parameters, in order."""
-
     parameters: Mapping[str, Tensor]
     """Name -> parameter."""
-
     modules: tuple[str, ...]
     """Components that the parameters come from; their names are prefixes when several."""
 

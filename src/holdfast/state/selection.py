@@ -214,22 +214,16 @@ class Problems:
     unexpected: list[str] = field(default_factory=list)
     wrong_shape: list[str] = field(default_factory=list)
     wrong_dtype: list[str] = field(default_factory=list)
-
     untaken: list[str] = field(default_factory=list)
     """Stored leaves that only other ranks may have; expected until all ranks have looked."""
-
     other: list[str] = field(default_factory=list)
     """Problems in whole sentences, which are about more than a leaf."""
-
     offenders: list[tuple[str, str]] = field(default_factory=list)
     """Live leaves into which nothing can be loaded, with the reason."""
-
     notes: list[str] = field(default_factory=list)
     """Notes on what was left out or cannot be exact, and is no reason to refuse."""
-
     lost: list[str] = field(default_factory=list)
     """Notes on live values that the load removes, which are logged as warnings."""
-
     names: dict[str, Sides] = field(default_factory=dict)
     """Stored and live names of modules and optimizers, to which a `rename` applies."""
 

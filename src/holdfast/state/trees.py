@@ -188,16 +188,12 @@ class Skeleton:
     """A stored tree, decoded and checked, whose tensors and generators are still nodes."""
 
     value: Any
-
     absent_devices: tuple[str, ...] = ()
     """Devices that tensors were saved from and that this machine lacks."""
-
     has_enums: bool = False
     """Whether the tree has an enumeration anywhere."""
-
     versions: Mapping[str, int] = field(default_factory=dict)
     """Path of a submodule -> its `_version` when saved, where it was not 1."""
-
     unsaved: Mapping[str, str] = field(default_factory=dict)
     """Path of a non-persistent buffer -> some of its values when saved (see `state.unsaved`)."""
 

@@ -67,28 +67,20 @@ class Fault:
     the data is wrong, without an error. `stop_before`, `stop_after`: raises `Stopped`, here and at
     every later operation, as if the process had died before or after this one took effect.
     """
-
     op: OpName | None = None
     """Name of the operations that match; None: any."""
-
     key: str = "*"
     """Pattern of the keys that match (`fnmatch`)."""
-
     at: int = 0
     """Number of matching operations that succeed first."""
-
     times: int | None = 1
     """Number of operations in a row that fail; None: all from then on."""
-
     error: StoreError | None = None
     """Error; None: `TransientStoreError` for `fail`, `OutcomeUnknown` for `lose_reply`."""
-
     deadline_s: float = 60.0
     """Seconds that `hang` waits before it raises `TransientStoreError`."""
-
     reached: threading.Event = field(default_factory=threading.Event, compare=False)
     """Event that is set when the fault strikes, so that a test can wait for it."""
-
     release: threading.Event = field(default_factory=threading.Event, compare=False)
     """Event that a test sets to let `hang` continue."""
 

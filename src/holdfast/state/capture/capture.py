@@ -41,17 +41,13 @@ class Captured:
     """A captured state. Its tensors alias the live ones: copy them before training continues."""
 
     components: Mapping[str, CapturedComponent]
-
     state: Mapping[str, Any]
     look_for_unheld: Callable[[], Mapping[str, Mapping[str, Tensor]]]
     """Callback that finds parameters of optimizers that no captured component holds."""
-
     stepping: Sequence[int] = ()
     """`id()` of each parameter that an optimizer of the state updates."""
-
     names: ParameterNames | None = None
     """Homes of the parameters; another object once the structure of a module has changed."""
-
     left_out: tuple[str, ...] = ()
     """Names of components that a `before_save` hook removed from this save."""
 

@@ -159,7 +159,6 @@ class EditedLoad:
 
     components: Mapping[str, StoredComponent]
     """Components that were not omitted, for `prepare`."""
-
     tensors: Mapping[str, Mapping[str, Tensor]]
     """Component -> key -> tensor that was assigned, or was read for the edit. The latter need not,
     and the assigned ones must not, be read from the checkpoint."""

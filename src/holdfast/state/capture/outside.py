@@ -56,7 +56,6 @@ class _Mark:
     value: Any
     is_sure: bool
     """Whether each change is one of state: in optimizers, which cache nothing."""
-
     home: Any = None
     """What tells whether a container is the same one: it if it is empty, else its id."""
 

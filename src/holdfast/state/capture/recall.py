@@ -61,10 +61,8 @@ class PredictedStateDict:
     outline: list[Any]
     """Types, names, versions and ids of parameters, which decide the names and versions of the
     entries. Holds no tensors."""
-
     tensors: list[Tensor]
     """Parameters and persistent buffers, in the order of the entries."""
-
     are_plain: bool
     """Whether none is a DTensor."""
 

@@ -36,10 +36,8 @@ class Changed:
 
     tree: bytes
     """The typed tree."""
-
     specs: tuple[TensorSpec, ...]
     """Specs of the tensors that the tree names, in its order."""
-
     new: Mapping[str, Tensor]
     """The tensors that were assigned, by key; the others are the source's."""
 

@@ -273,7 +273,6 @@ class _Remark:
     component: str
     path: str
     reason: str
-
     stored: Any = None
     """Container that the path starts at; the path is extended from it towards the root."""
 

@@ -52,7 +52,6 @@ class LoadPlan(ABC):
 
     unrestored = ""
     """Why a trial in `prepare` may have changed the live object; empty if it has not."""
-
     _wanted: Any = None
     """The nodes of the tree that will be loaded, available after `check`."""
 
