@@ -190,6 +190,7 @@ def test_a_codec_with_a_fault_is_found_by_verify_and_load(
     assert verify(open_store(tmp_path), folder, decode=False).ok
 
 
+@pytest.mark.full
 def test_a_transient_error_of_the_way_condemns_nothing(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, state_of(1), compress="zstd", sinks=()) as manager:
         manager.save(1).wait()
@@ -255,6 +256,7 @@ def test_unchanged_files_are_shared_as_they_are_stored(tmp_path: Path) -> None:
     assert torch.equal(live["model"]["live"], state["model"]["live"])
 
 
+@pytest.mark.full
 def test_the_same_bytes_again_are_the_same_checkpoint(tmp_path: Path) -> None:
     """Also with another compression: a rerun of a finished run writes nothing."""
     with CheckpointManager(tmp_path, state_of(1), compress="zstd", sinks=()) as manager:
@@ -297,6 +299,7 @@ def test_a_wrong_choice_is_an_error(tmp_path: Path, compress: Any, message: str)
         CheckpointManager(tmp_path, {"model": {}}, compress=compress)
 
 
+@pytest.mark.full
 def test_reading_says_where_the_files_are(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, state_of(1), compress="zstd", sinks=()) as manager:
         manager.save(1).wait()

@@ -477,6 +477,7 @@ def test_help_leaves_torch_out() -> None:
     assert _loads_torch(run_help) is False
 
 
+@pytest.mark.full
 def test_a_new_process_with_torch_is_noticed() -> None:
     assert _loads_torch("import torch") is True
 

@@ -390,6 +390,7 @@ def test_deleting_the_source_leaves_the_link_whole(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("step*/manifest.json"))) == 4
 
 
+@pytest.mark.full
 def test_in_a_memory_store_it_is_the_same(budget: Any) -> None:
     state = big()
     store = MemoryStore("links")

@@ -288,6 +288,7 @@ def test_a_call_with_overlap_is_timed_by_its_parts(tmp_path: Path) -> None:
     assert "| **the call** |" in printed
 
 
+@pytest.mark.full
 def test_what_the_training_itself_computes_is_not_the_savers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def request(manager: CheckpointManager, step: int) -> None:
         put_save_request(manager.store, "0" * 32, reason="a look", tags=["seen"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_ranks", [2, *full(4)])
 def test_all_ranks_save_by_the_leaders_clock(tmp_path: Path, num_ranks: int) -> None:
     results = run_ranks(num_ranks, partial(train, tmp_path, "1s", nothing, 2))
@@ -88,6 +89,7 @@ def is_rank_0_at_30(now: object, metrics: object, event: object) -> bool:
     return getattr(now, "step", 0) == 30 and dist.get_rank() == 0
 
 
+@pytest.mark.full
 def test_a_function_decides_in_the_leader(tmp_path: Path) -> None:
     results = run_ranks(2, partial(train, tmp_path, When(is_rank_0_at_30), nothing, 1))
     assert results == [results[0]] * 2

@@ -172,6 +172,7 @@ def capture_three_times(wrap: Wrap, rank: int) -> dict[str, bytes]:
     return {name: third.components[name].tree for name in ("model", "optimizer")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_each_rank_captures_its_part_of_each_tensor_and_the_same_tree(way: str) -> None:
     num_ranks, wrap = WAYS[way]

@@ -126,6 +126,7 @@ def test_what_is_missing_or_too_old_is_named_with_a_way_to_bring_it() -> None:
     assert "PYTHON=" in str(cannot_run(None, "python3"))
 
 
+@pytest.mark.full
 def test_an_interpreter_is_asked_what_it_has() -> None:
     machine = Machine(sys.executable, ROOT / "no such folder", None)
     found = machine.look(sys.executable)

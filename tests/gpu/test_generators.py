@@ -50,6 +50,7 @@ def test_all_generators_go_on_where_they_were(tmp_path: Path, device: str, overl
         assert draws(device, *own) == expected
 
 
+@pytest.mark.full
 def test_a_new_process_that_has_not_used_the_device_draws_the_same(
     tmp_path: Path, device: str
 ) -> None:

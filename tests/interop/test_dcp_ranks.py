@@ -105,6 +105,7 @@ def test_it_is_one_checkpoint_with_boxes(saved: tuple[Path, Bits]) -> None:
     }
 
 
+@pytest.mark.full
 def test_cached_plans_are_saved_into_new_folders(tmp_path: Path) -> None:
     """A planner that sends its plan once does for every save, also for those of new writers."""
     bits, _ = run_ranks(2, partial(save, tmp_path / "run", steps=3, planner=True))
@@ -127,6 +128,7 @@ def load_folder(folder: Path, rank: int) -> Bits:
     return job.whole()
 
 
+@pytest.mark.full
 def test_dcp_itself_loads_what_was_exported_on_any_number_of_ranks(
     saved: tuple[Path, Bits], tmp_path: Path
 ) -> None:
@@ -144,6 +146,7 @@ def save_folder(folder: Path, rank: int) -> Bits:
     return job.whole()
 
 
+@pytest.mark.full
 def test_a_folder_of_several_ranks_is_imported_as_it_is_cut(tmp_path: Path) -> None:
     """DCP's chunks become boxes."""
     bits, _ = run_ranks(2, partial(save_folder, tmp_path / "dcp"))
@@ -210,6 +213,7 @@ def save_beside(root: Path, kind: AsyncCheckpointerType, rank: int) -> Bits:
     return before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "kind",
     [

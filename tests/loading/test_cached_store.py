@@ -326,6 +326,7 @@ def test_a_damaged_copy_of_what_is_sealed_costs_a_request_for_each_piece(
     assert 1 <= len(gets) <= most * len(pieces)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("harm", ["cut", "longer", "folder", "unreadable", "link", "fifo"])
 def test_a_copy_that_is_no_copy_is_passed_over(
     inner: Counted, saved: Run, tmp_path: Path, harm: str

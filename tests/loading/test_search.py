@@ -85,6 +85,7 @@ def test_resume_prefers_the_newest_healthy_one_and_says_why() -> None:
     assert warnings == [f"passed over {folder}: {reason}" for folder in folders[:1:-1]]
 
 
+@pytest.mark.full
 def test_what_is_passed_over_is_not_marked_and_the_next_resume_chooses_the_same() -> None:
     """It is not damaged; a claim that never commits moves nothing (rule 2)."""
     story = Story()

@@ -232,6 +232,7 @@ def test_the_memory_of_a_load_goes_with_it(
             gc.enable()
 
 
+@pytest.mark.full
 def test_training_goes_on_to_the_same_bits(tmp_path: Path, how: How) -> None:
     saved(tmp_path)
     states = [Large(seed=2), Large(seed=3)]
@@ -432,6 +433,7 @@ def test_a_resume_passes_over_what_proves_damaged_on_the_way(tmp_path: Path, how
     assert (again.step, len(again.rejected)) == (2, 0)
 
 
+@pytest.mark.full
 def test_with_nothing_usable_left_a_resume_in_place_says_that_the_state_is_mixed(
     tmp_path: Path,
 ) -> None:
@@ -472,6 +474,7 @@ def test_with_nothing_usable_left_a_resume_in_place_gives_the_run_up_and_marks_a
     manager.close()
 
 
+@pytest.mark.full
 def test_damage_that_the_preparation_finds_leaves_the_state_as_it_was_and_the_error_says_so(
     tmp_path: Path,
 ) -> None:
@@ -490,6 +493,7 @@ def test_damage_that_the_preparation_finds_leaves_the_state_as_it_was_and_the_er
             manager.save(3)
 
 
+@pytest.mark.full
 def test_an_older_one_that_does_not_fit_is_told_beside_the_mixed_state(tmp_path: Path) -> None:
     large = Large(seed=1)
     large.train()
@@ -550,6 +554,7 @@ def test_a_resume_in_place_takes_the_other_tier_where_the_local_files_are_damage
     assert live.bits() == bits[1]
 
 
+@pytest.mark.full
 def test_an_explicit_step_that_is_damaged_is_not_replaced_by_another(tmp_path: Path) -> None:
     saved(tmp_path, steps=2)
     damage(tmp_path, 2)
@@ -630,6 +635,7 @@ def test_the_memory_that_a_load_takes_is_bounded(
     assert taken > 300 if most_mib is None else taken < most_mib
 
 
+@pytest.mark.full
 def test_weights_are_loaded_in_place(tmp_path: Path) -> None:
     saved(tmp_path)
     models = [Large(seed=2).model, Large(seed=3).model]
@@ -684,6 +690,7 @@ def test_an_error_that_passes_costs_a_resume_in_place_no_checkpoint(
     assert not any(entry.marks.rejected for entry in Catalog(LocalStore(tmp_path)).checkpoints())
 
 
+@pytest.mark.full
 def test_errors_that_may_pass_reject_nothing_however_often_they_come(tmp_path: Path) -> None:
     saved(tmp_path, steps=2)
     store, live = Failing(tmp_path), Large(seed=2)
@@ -730,6 +737,7 @@ def test_what_foreign_code_raises_is_no_damage_of_the_checkpoint(
     assert not any(entry.marks.rejected for entry in Catalog(LocalStore(tmp_path)).checkpoints())
 
 
+@pytest.mark.full
 def test_what_was_rejected_before_is_not_rejected_again_for_what_fails_on_the_way(
     tmp_path: Path,
 ) -> None:
@@ -777,6 +785,7 @@ def many(value: float, kind: str) -> dict[str, Any]:
     return {"it": module, "same": nn.Sequential(module)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["opaque", "arrays", "tied"])
 def test_what_is_wanted_piece_by_piece_is_not_read_over_and_over(tmp_path: Path, kind: str) -> None:
     with CheckpointManager(tmp_path, many(1.0, kind), sinks=()) as manager:
@@ -871,6 +880,7 @@ def test_an_interrupt_while_reads_are_begun_leaves_nobody_writing(
     assert (after == before) == (waits != "in the cache")
 
 
+@pytest.mark.full
 def test_named_checkpoints_are_read_in_place_from_the_other_tier_too(tmp_path: Path) -> None:
     tiers = Tiered(tmp_path / "local", tmp_path / "remote")
     bits = saved(tiers, steps=2)

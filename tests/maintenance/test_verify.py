@@ -124,6 +124,7 @@ def test_sound_checkpoints_are_found_sound(small: MemoryStore) -> None:
         assert (report.num_tensors, report.num_files) == (counted, len(entry.manifest.files))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_checkpoints", [28, *full(100)])
 def test_many_sound_checkpoints_give_no_alarm(num_checkpoints: int) -> None:
     """R18: clean checkpoints with all kinds of tensors, and with all shapes of two dimensions."""

@@ -164,6 +164,7 @@ def test_a_load_by_name_finds_what_only_the_remote_tier_has(
     assert steps_in(local) == [2]
 
 
+@pytest.mark.full
 def test_a_load_by_name_takes_the_whole_copy(local: LocalStore, remote: MemoryStore) -> None:
     flip(Path(local.url) / Catalog(local).checkpoints()[1].folder / "tiny-00000.safetensors")
     tiny = Tiny(LARGE)

@@ -87,6 +87,7 @@ def test_the_state_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
             assert state["x"].min() == state["x"].max() == number
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="VmHWM of Linux")
 def test_a_save_takes_no_more_memory_than_its_budget(tmp_path: Path) -> None:
     """R14: beside that only what threads and small records take; without one, the whole state."""

@@ -257,6 +257,7 @@ def test_many_objects_at_once_share_the_memory_of_a_few(held: Held) -> None:
     assert held.most <= 5, "four, and one without which an object could not go on"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at_most", [False, True])
 @pytest.mark.parametrize("num_threads", [1, *full(12)])
 def test_objects_that_take_turns_share_it_too(held: Held, num_threads: int, at_most: bool) -> None:

@@ -503,6 +503,7 @@ class Seen(Callback):
         self.validated += 1
 
 
+@pytest.mark.full
 def test_overfitting_takes_the_same_batches_in_every_epoch(tmp_path: Path) -> None:
     class Spoil(Callback):
         def batch_end(self, training: Training, batch: Tensor, outputs: Any) -> None:

@@ -57,6 +57,7 @@ def test_a_resumed_run_goes_on_under_its_own_id(tmp_path: Path) -> None:
     assert [line["step"] for line in lines if "save/nbytes" in line] == ["2", "4"]
 
 
+@pytest.mark.full
 def test_a_test_after_fit_goes_on_with_the_run(tmp_path: Path) -> None:
     trainer = make(tmp_path / "run", callbacks=[logger(tmp_path)])
     trainer.fit(2)
@@ -83,6 +84,7 @@ class Ends(Callback):
             raise RuntimeError
 
 
+@pytest.mark.full
 def test_steps_that_are_done_again_are_there_once(tmp_path: Path) -> None:
     """K45: also what is logged within a step; the position is in a file beside the runs."""
     lines: list[dict[str, str]] = []
@@ -149,6 +151,7 @@ class Tells(Callback):
         training.log({"sample": "once", "worst": Table(["word", "loss"], [["a", 0.5]])})
 
 
+@pytest.mark.full
 def test_texts_and_tables_are_tables_of_their_step(tmp_path: Path) -> None:
     make(MemoryStore(), callbacks=[logger(tmp_path), Tells()]).fit(2)
     wandb.teardown()  # its service may still be writing after the end of a run
@@ -171,6 +174,7 @@ def test_a_tensor_is_a_histogram_of_its_step(tmp_path: Path) -> None:
     assert json.loads(found["weights/bins"])[-1] == 2.0
 
 
+@pytest.mark.full
 def test_checkpoints_are_reference_artifacts_of_the_run_that_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ def whole(weight: Tensor) -> Tensor:
     return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_they_are_float32_and_move(strategy: str, tmp_path: Path) -> None:
     found = run_ranks(2, partial(fit, strategy, tmp_path))

@@ -198,6 +198,7 @@ def best_weights(root: Path, strategy: str, rank: int) -> Any:
     return outcome.best.step, saved, state_of(trainer)["weights"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["fsdp2", *full("ddp")])
 def test_ranks_save_and_load_the_best_checkpoint_together(strategy: str, tmp_path: Path) -> None:
     found = run_ranks(2, partial(best_weights, tmp_path, strategy))
@@ -256,6 +257,7 @@ def overridden(root: Path, strategy: str, rank: int) -> Any:
     return trainer.optimizer.param_groups[0]["lr"], told
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", *full("fsdp2")])
 def test_all_ranks_take_the_rate_of_the_script(strategy: str, tmp_path: Path) -> None:
     fit(tmp_path, "2step", 1, {"strategy": "single", "ranks": None}, 0)
@@ -439,6 +441,7 @@ def _is_low(training: Training, metrics: Metrics) -> bool:
     return metrics.get("val/loss", 1000.0) < 100.0
 
 
+@pytest.mark.full
 def test_a_stop_by_a_metric_ends_all_ranks_where_it_ends_one_process(tmp_path: Path) -> None:
     """Metrics are means over the ranks, the same on all."""
     options = {"callbacks": [StopWhen(_is_low)], "log_every": 7}
@@ -610,6 +613,7 @@ def norms_of(num_ranks: int, strategy: Any, rank: int) -> list[Metrics]:
     return norms.seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_norms_of_gradients_are_those_of_one_process(strategy: str) -> None:
     found, none = run_ranks(2, partial(norms_of, 2, strategy))
@@ -918,6 +922,7 @@ def short(strategy: Any, folder: Path, rank: int) -> dict[str, Any]:
     return {**found, "samples": trainer.counters.samples}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_sample_that_two_ranks_get_counts_once(strategy: str, tmp_path: Path) -> None:
     """In means and metrics of validations, in predictions, and in the number of samples."""
