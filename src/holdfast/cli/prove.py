@@ -217,7 +217,7 @@ class _Proving:
         dice = random.Random(self.seed)
         killed = self._add_run(self.shop.run_killed(before, num_kills, number, dice))
         if self._has_ended_well(killed) and self._has_resumed(killed, num_kills):
-            self._compare(before, killed)
+            self._compare_runs(before, killed)
 
     def _add_run(self, run: RunResult) -> RunResult:
         self.runs.append(run)
@@ -226,7 +226,7 @@ class _Proving:
         write_message(f"{run.name}: {run.duration_s:.1f} s, {saved}")
         return run
 
-    def _conclude(self, verdict: Verdict, reason: str) -> None:
+    def _set_verdict(self, verdict: Verdict, reason: str) -> None:
         self.verdict, self.reason = verdict, reason
 
     def _has_ended_well(self, run: RunResult) -> bool:
@@ -234,13 +234,13 @@ class _Proving:
             return True
         where = f" when started again after kill {len(run.kills)}" if run.kills else ""
         if run.is_late:
-            self._conclude(
+            self._set_verdict(
                 "unproved",
                 f"the {run.name} run did not end within {self.timeout}{where}: train fewer steps "
                 f"or a smaller model, or raise --timeout. Its output is in {run.log}",
             )
         else:
-            self._conclude(
+            self._set_verdict(
                 "failed",
                 f"the command failed{where}, in the {run.name} run: {run.endings[-1]}. The end of "
                 f"{run.log}:\n{_tail_of(run.log)}",
@@ -253,7 +253,7 @@ class _Proving:
             made = (
                 ", ".join(path.name for path in run.folder.iterdir()) if run.folder.exists() else ""
             )
-            self._conclude(
+            self._set_verdict(
                 "unproved",
                 "the command committed no checkpoint in {root}"
                 + (f", which has {made}" if made else ", which was not made")
@@ -261,7 +261,7 @@ class _Proving:
                 'every="100step"',
             )
         elif len(steps) == 1:
-            self._conclude(
+            self._set_verdict(
                 "unproved",
                 f"the command saved at step {steps[0]} only, so that a killed run has nothing to "
                 "resume from: save at least twice, by a shorter interval in `every`",
@@ -272,35 +272,35 @@ class _Proving:
         self.resumed = _list_resumes(run)
         later = {epoch: step for epoch, step in self.resumed.items() if epoch > 1}
         if not run.kills:
-            self._conclude(
+            self._set_verdict(
                 "unproved",
                 "the run ended before a kill: train more steps, or save earlier, so that there is "
                 "time between the first and the last checkpoint",
             )
         elif not later:
-            self._conclude(
+            self._set_verdict(
                 "unproved",
                 f"{run.kills[0].signal} did not end the run, or no process has resumed it",
             )
         elif None in later.values():
-            self._conclude(
+            self._set_verdict(
                 "unproved",
                 "a restarted process began from the beginning, although there were checkpoints. "
                 "Call checkpoints.resume() before the loop, without a new root or a fresh start",
             )
         elif not any(save.name.epoch > 1 for save in run.record.committed()):
-            self._conclude(
+            self._set_verdict(
                 "unproved",
                 "nothing was saved after a resume: train more steps, or save earlier, so that a "
                 "kill is followed by more than one save",
             )
         elif run.kept_roots != self.runs[0].kept_roots:
-            self._conclude("unproved", "the killed run has other roots in {root} than the first")
+            self._set_verdict("unproved", "the killed run has other roots in {root} than the first")
         else:
             return True
         return False
 
-    def _compare(self, before: RunResult, killed: RunResult) -> None:
+    def _compare_runs(self, before: RunResult, killed: RunResult) -> None:
         self.pairs = compare_runs(before, killed)
         self.timings |= {
             one.path for pair in self.pairs for one in pair.differences if one.is_timing
@@ -308,7 +308,7 @@ class _Proving:
         early = [pair for pair in self.pairs if pair.epoch == 1]
         if self._differ_anyway(early, "the killed run before its first kill"):
             return
-        self._count_differences(_soft(early))
+        self._count_differences(_find_noise(early))
         if self.counted:
             write_message("the runs differ; running undisturbed again, to see if that differs …")
             again = self._add_run(self.shop.run_undisturbed("again"))
@@ -317,7 +317,7 @@ class _Proving:
             base = compare_runs(before, again)
             if self._differ_anyway(base, "a second undisturbed run"):
                 return
-            self._count_differences(_soft(early) | _soft(base))
+            self._count_differences(_find_noise(early) | _find_noise(base))
         if self.counted:
             self._conclude_resume()
         else:
@@ -342,9 +342,9 @@ class _Proving:
             return False
         self.pairs = pairs
         self._count_differences({})
-        pair, differences = self._first()
+        pair, differences = self._first_difference()
         self.causes = list_causes(pair, differences, is_anyway=True)
-        self._conclude(
+        self._set_verdict(
             "anyway",
             f"two undisturbed runs differ already, from step {pair.step} on ({other} differs from "
             "the first), so that nothing is known of the resume",
@@ -352,10 +352,10 @@ class _Proving:
         return True
 
     def _conclude_resume(self) -> None:
-        pair, differences = self._first()
+        pair, differences = self._first_difference()
         self.causes = list_causes(pair, differences, is_anyway=False)
         since = self.resumed.get(pair.epoch)
-        self._conclude(
+        self._set_verdict(
             "resume",
             f"the runs differ from step {pair.step} on"
             + ("" if since is None else f", after the resume from step {since}")
@@ -366,13 +366,13 @@ class _Proving:
         kills = self.runs[1].kills
         inside = sum(kill.saving is not None for kill in kills)
         how = f"{inside} inside a save" if inside else "none inside a save: saves are too short"
-        self._conclude(
+        self._set_verdict(
             "equal",
             f"equal, bit for bit, after {len(kills)} kill{'s' * (len(kills) > 1)} ({how}): "
             f"{len(self.pairs)} checkpoints, the last at step {self._last_step()}",
         )
 
-    def _first(self) -> tuple[ComparedPair, list[Difference]]:
+    def _first_difference(self) -> tuple[ComparedPair, list[Difference]]:
         at, differences = next(iter(self.counted.items()))
         return self.pairs[at], differences
 
@@ -381,7 +381,7 @@ class _Proving:
 
     def make_answer(self, folder: Path | None) -> Answer:
         """Make the answer of the command."""
-        first = self._first() if self.counted else None
+        first = self._first_difference() if self.counted else None
         last = [at for at, pair in enumerate(self.pairs) if pair.is_last and at in self.counted]
         kills = self.runs[1].kills if len(self.runs) > 1 else []
         document = Proof(
@@ -403,8 +403,8 @@ class _Proving:
             num_tensors=self.pairs[-1].num_tensors if self.pairs else 0,
             first_step=first[0].step if first else None,
             since_resume=self.resumed.get(first[0].epoch) if first else None,
-            first=_describe(first[1] if first else []),
-            last=_describe(self.counted[last[-1]] if last else []),
+            first=_describe_differences(first[1] if first else []),
+            last=_describe_differences(self.counted[last[-1]] if last else []),
             causes=self.causes,
             ignored=self.ignored,
             warnings=find_warnings([run.log for run in self.runs if run.log.exists()]),
@@ -416,7 +416,7 @@ class _Proving:
         return Answer(document=document, parts=parts, code=_CODES[self.verdict])
 
 
-def _soft(pairs: Sequence[ComparedPair]) -> dict[tuple[str, str], str]:
+def _find_noise(pairs: Sequence[ComparedPair]) -> dict[tuple[str, str], str]:
     """Return labels of all that differs although the trainings are equal, by place."""
     return {
         (one.component, one.path): one.label
@@ -443,7 +443,7 @@ def _list_resumes(run: RunResult) -> dict[int, int | None]:
     return found
 
 
-def _describe(differences: Sequence[Difference]) -> list[FoundDifference]:
+def _describe_differences(differences: Sequence[Difference]) -> list[FoundDifference]:
     return [
         FoundDifference(
             component=one.component,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from holdfast.cli.documents import expect_something_opened, is_timing
 from holdfast.cli.output import number, one_line
@@ -14,6 +14,7 @@ from holdfast.cli.proving.runs import RunResult
 from holdfast.cli.sources import open_named
 from holdfast.cli.target import open_root_store, unlocked
 from holdfast.interop.comparing.differences import SourceDifference, compare_sources
+from holdfast.interop.comparing.pairs import TensorDifference
 from holdfast.interop.source import Source
 from holdfast.root.catalog import Catalog, Entry
 
@@ -147,7 +148,7 @@ def _compare_pair(a: Path, one: Entry, b: Path, other: Entry, *, is_last: bool) 
 
 def _of_source(found: SourceDifference) -> Iterator[Difference]:
     """Yield the differences of components; the tensors of a component together."""
-    tensors: dict[str, list[Any]] = {}
+    tensors: dict[str, list[TensorDifference]] = {}
     for one in found.tensors:
         tensors.setdefault(one.tensor.partition(":")[0], []).append(one)
     for value in found.values:
@@ -194,14 +195,14 @@ def _has_position(source: Source) -> bool:
 
 
 def _has_schedule(source: Source) -> bool:
-    return any(_holds(part.tree, "last_epoch", 3) for part in source.parts.values())
+    return any(_holds_name(part.tree, "last_epoch", 3) for part in source.parts.values())
 
 
-def _holds(tree: Any, name: str, depth: int) -> bool:
+def _holds_name(tree: object, name: str, depth: int) -> bool:
     if isinstance(tree, Mapping) and name in tree:
         return True
     inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list) else ()
-    return depth > 0 and any(_holds(one, name, depth - 1) for one in inner)
+    return depth > 0 and any(_holds_name(one, name, depth - 1) for one in inner)
 
 
 # Causes ------------------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ def _causes_of_resume(pair: ComparedPair, differences: Sequence[Difference]) -> 
             "resume(), or drawn from in each process, as by a DataLoader at the start of an epoch?"
         )
     if not (found & {"tensors", "generators", "steps"} or rates or moved):
-        texts = ", ".join(dict.fromkeys(one.path for one in differences[:3]))
+        texts = ", ".join(f"{one.component}:{one.path}" for one in differences[:3])
         yield (
             f"metrics: the training is equal, but not {texts}: computed from something outside "
             "of the state, such as an EMA of the weights or a running mean. Add it to the state"

@@ -90,7 +90,7 @@ class Workshop:
 
     def run_undisturbed(self, name: str) -> RunResult:
         """Run the command once in a fresh root."""
-        return self._run(name, [], signal.SIGKILL, random.Random(0), {})
+        return self._run_command(name, [], signal.SIGKILL, random.Random(0), {})
 
     def run_killed(
         self, before: RunResult, num_kills: int, number: signal.Signals, dice: random.Random
@@ -102,9 +102,11 @@ class Workshop:
             "interval": _usual_interval_s(saves),
         }
         plan = plan_kills(sorted({save.step for save in saves}), num_kills, dice)
-        return self._run("killed", plan, number, dice, usual, goal=max(save.step for save in saves))
+        return self._run_command(
+            "killed", plan, number, dice, usual, goal=max(save.step for save in saves)
+        )
 
-    def _run(
+    def _run_command(
         self,
         name: str,
         plan: list[PlannedKill],
@@ -193,7 +195,7 @@ class Killer:
 
     def kill_all(self, leader: int) -> None:
         """Kill every process of the run by SIGKILL."""
-        _send([leader, *self.find_processes()], signal.SIGKILL)
+        _send_signal([leader, *self.find_processes()], signal.SIGKILL)
 
     def find_processes(self) -> list[int]:
         """List the processes of the run; on other systems than Linux the group stands for them."""
@@ -207,7 +209,7 @@ class Killer:
             if self._due_s is None:
                 self._due_s = now_s + kill.share * self._usual["interval"]
             if now_s >= self._due_s:
-                self._kill(leader, epoch, saving)
+                self._kill_run(leader, epoch, saving)
         elif not saving:
             if not self._processes:
                 self._processes, self.poll_s = self.find_processes(), _POLL_IN_SAVE_S
@@ -217,12 +219,12 @@ class Killer:
         elif now_s >= self._due_s:
             # Stopped first: the save cannot end between this look and the kill.
             stopped = [leader, *self._processes]
-            _send(stopped, signal.SIGSTOP)
+            _send_signal(stopped, signal.SIGSTOP)
             if record.is_unfinished(saving[-1]):
-                self._kill(leader, epoch, saving[-1:])
-            _send(stopped, signal.SIGCONT)
+                self._kill_run(leader, epoch, saving[-1:])
+            _send_signal(stopped, signal.SIGCONT)
 
-    def _kill(self, leader: int, epoch: int, saving: Sequence[SeenSave]) -> None:
+    def _kill_run(self, leader: int, epoch: int, saving: Sequence[SeenSave]) -> None:
         ranks = self._find_ranks()
         target, processes = "all processes", [leader, *self.find_processes()]
         if self._signal is not signal.SIGKILL:
@@ -233,7 +235,7 @@ class Killer:
             if len(ranks) > 1 and self._dice.random() < 0.5:
                 rank = self._dice.choice(sorted(ranks))
                 target, processes = f"rank {rank} of {len(ranks)}", [ranks[rank]]
-            _send(processes, signal.SIGKILL)
+            _send_signal(processes, signal.SIGKILL)
         self._result.kills.append(
             DoneKill(
                 signal=signal_name(self._signal),
@@ -307,11 +309,11 @@ def _end_leftovers(killer: Killer) -> None:
     """Kill the processes that are left, such as the workers of a killed launcher."""
     until_s = time.monotonic() + _LEFTOVERS_S
     while (left := killer.find_processes()) and time.monotonic() < until_s:
-        _send(left, signal.SIGKILL)
+        _send_signal(left, signal.SIGKILL)
         time.sleep(0.01)
 
 
-def _send(processes: Sequence[int], number: signal.Signals) -> None:
+def _send_signal(processes: Sequence[int], number: signal.Signals) -> None:
     for process in dict.fromkeys(processes):
         with suppress(ProcessLookupError, PermissionError):
             os.kill(process, number)
