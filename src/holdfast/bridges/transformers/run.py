@@ -325,6 +325,9 @@ _PROGRESS = (
 )
 """Fields of the TrainerState that a checkpoint restores; others follow from the arguments."""
 
+_OF_TRL = ("_total_train_tokens",)
+"""Counters of TRL's trainers that they log, and that are not in the TrainerState."""
+
 
 class TransformersCounters:
     """Component `trainer`: counters, logs, callbacks and losses that were not logged yet.
@@ -346,7 +349,7 @@ class TransformersCounters:
 
     def state_dict(self) -> dict[str, Any]:
         """Return them as plain values."""
-        trainer = self._trainer
+        trainer, unlogged = self._trainer, _find_unlogged(self._trainer)
         pending = self._run.pending_loss
         return {
             "of": FRAMEWORK,
@@ -368,6 +371,8 @@ class TransformersCounters:
             "losses_since": self.losses_since,
             "last_logged_step": trainer._globalstep_last_logged,
             "has_stopped": self._run.has_stopped,
+            **({} if unlogged is None else {"unlogged": {k: [*v] for k, v in unlogged.items()}}),
+            **{name: getattr(trainer, name) for name in _OF_TRL if hasattr(trainer, name)},
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -403,6 +408,14 @@ class TransformersCounters:
             self._run.emit("warning", text)
         if hasattr(trainer, "_initial_num_input_tokens_seen"):  # for tokens per second
             trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
+        unlogged = _find_unlogged(trainer)
+        if unlogged is not None:
+            unlogged.update(
+                {name: [*values] for name, values in loaded.get("unlogged", {}).items()}
+            )
+        for name in _OF_TRL:
+            if name in loaded and hasattr(trainer, name):
+                setattr(trainer, name, loaded[name])
         trainer._globalstep_last_logged = loaded["last_logged_step"]
         self.losses_since = loaded.get("losses_since", found.step)
         pending = loaded["pending_loss"]
@@ -419,6 +432,11 @@ class TransformersCounters:
         num_steps = self._trainer.state.global_step - self.losses_since
         mean: float = self._trainer._total_loss_scalar / max(num_steps, 0.001)
         return mean
+
+
+def _find_unlogged(trainer: Any) -> Any:
+    """Return the metrics of the training that a trainer of TRL holds for its next log, or None."""
+    return getattr(trainer, "_metrics", {}).get("train")
 
 
 def _stateful(trainer: Any) -> list[Any]:
