@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def trainer(root: Path, *, every: str | None = "4step", more: Any = (), **option
     sinks = options.pop("sinks", ())
     data, keep = options.pop("data", None), options.pop("keep", None)
     dataset = options.pop("dataset", None) or Rows()
-    return bridge.CheckpointedTrainer(
+    return options.pop("kind", bridge.CheckpointedTrainer)(
         Net(),
         arguments(root, **options),
         train_dataset=dataset,
@@ -210,6 +211,40 @@ def test_what_a_resumed_run_saves_is_what_an_undisturbed_one_saves(tmp_path: Pat
     trainer(tmp_path / "whole", max_steps=8).train()
     found = diff(str(tmp_path / "run"), str(tmp_path / "whole"))
     assert (found.code, found.parts[2:]) == (0, ["19 tensors are equal (19 by their digests)"])
+
+
+class LikeTrl(bridge.CheckpointedTrainer):
+    """Sums up metrics between two logs in the attributes that TRL's trainers have."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._metrics: Any = {"train": defaultdict(list)}
+        self._total_train_tokens = 0
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        loss = super().compute_loss(*args, **options)
+        self._metrics["train"]["entropy"].append(loss.item())
+        self._total_train_tokens += 4
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        found = self._metrics["train"]["entropy"]
+        more = {"entropy": sum(found), "num_tokens": float(self._total_train_tokens)}
+        super().log({**logs, **more}, *args, **options)
+        found.clear()
+
+
+def test_metrics_that_trl_has_not_logged_yet_are_resumed(tmp_path: Path) -> None:
+    options = {"kind": LikeTrl, "logging_steps": 4, "lr_scheduler_type": "constant"}
+    for goal in (5, 8):
+        resumed = trainer(tmp_path / "run", max_steps=goal, **options)
+        resumed.train()
+    whole = trainer(tmp_path / "whole", max_steps=8, **options)
+    whole.train()
+    names = ("entropy", "num_tokens")
+    last, expected = (one.state.log_history[-2] for one in (resumed, whole))
+    assert [last[name] for name in names] == [expected[name] for name in names]
+    assert expected["num_tokens"] == 32
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path: Path) -> None:
