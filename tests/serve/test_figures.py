@@ -247,7 +247,7 @@ def test_the_table_has_what_differs_and_sorts_numbers_as_numbers() -> None:
     rows += [row("c", 1.0, lr="2e-4", seed="1"), row("d", 1.5)]
     columns = make_columns(rows)
     titles = [column.title for column in columns]
-    assert titles == ["step", "last save", "loss", "lr", "kept", "size"]
+    assert titles == ["step", "loss", "last save", "lr", "kept", "size"]
 
     def order(key: str) -> str:
         return "".join(row.name for row in sort_rows(rows, columns, key))

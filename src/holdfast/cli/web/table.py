@@ -57,11 +57,11 @@ def make_columns(rows: Sequence[Row]) -> list[Column]:
     """Return the columns: step, age and size, the usual metrics, and the settings that differ."""
     return [
         Column("step", "step", True, lambda row: row.watched and row.watched.last_step, str),
-        Column("saved", "last save", True, _age_s, lambda seconds: f"{age(seconds)} ago"),
         *(
             Column(f"m:{name}", name, True, _last_value(name), lambda value: f"{value:.4g}")
             for name in metric_names([row.curves for row in rows])[:MAX_METRICS]
         ),
+        Column("saved", "last save", True, _age_s, lambda seconds: f"{age(seconds)} ago"),
         *(
             Column(f"c:{name}", name, False, _setting(name), lambda text: one_line(text, MAX_CELL))
             for name in _differing(rows)[:MAX_SETTINGS]

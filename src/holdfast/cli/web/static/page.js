@@ -227,12 +227,37 @@
     return uPlot.rangeNum(low - more / 2, high + more / 2, 0.1, true);
   }
 
+  function spreadLog(low, high) {
+    if (low == null) return [1, 10];
+    const more = Math.max((high / low) ** 0.05, 1.05);
+    return [low / more, high * more];
+  }
+
+  // Round values on a log scale: of each power of ten, or as on a linear scale where there is none.
+  function logTicks(low, high) {
+    const found = [], ratio = high / low;
+    const power = 10 ** Math.floor(Math.log10(ratio > 30 ? low : (high - low) / 5));
+    if (ratio > 30) {
+      for (let at = power; at <= high; at *= 10) found.push(...(ratio > 1e4 ? [1] : [1, 2, 5]).map((n) => n * at));
+    } else {
+      const size = power * [1, 2, 5, 10].find((n) => n * power >= (high - low) / 5);
+      for (let n = Math.ceil(low / size); n * size <= high; n += 1) found.push(n * size);
+    }
+    return found.filter((at) => at >= low && at <= high);
+  }
+
+  // Texts of times, of which two neighbors differ by `step` seconds.
+  function timesOf(plot, ticks, _, space, step) {
+    const isLong = ticks.at(-1) - ticks[0] > 86400;
+    const [from, to] = step >= 86400 ? [5, 10] : step < 60 ? [11, 19] : [isLong ? 5 : 11, 16];
+    return ticks.map((tick) => moment(tick, from, to));
+  }
+
   // `zoom` is called with the ends of a stretch that a person has chosen, or without.
   function drawPanel(box, place, panel, found, zoom) {
     const axis = axisOf(found), isLog = view.log && found.axis !== undefined, { columns, series, bands } = seriesOf(panel, axis, isLog);
     const places = found.marks.map((mark) => mark[found.axis]).filter((at) => at !== null).map((at) => at / axis.unit);
     const note = document.getElementById(`${box.id}-note`);
-    const days = (found.x.at(-1) - found.x[0]) > 2 * 86400;
     const plot = new uPlot({
       title: panel.title, width: place.clientWidth, height: Number(box.dataset.height ?? 230),
       series, bands, tzDate: (seconds) => uPlot.tzDate(new Date(1000 * seconds), "Etc/UTC"),
@@ -244,11 +269,11 @@
       },
       scales: {
         x: { time: Boolean(axis.isTime), range: (_, low, high) => padded(low, high, found.zoomed ? [] : places) },
-        y: isLog ? { distr: 3 } : { range: (_, low, high) => spread(low, high) },
+        y: isLog ? { distr: 3, range: (_, low, high) => spreadLog(low, high) } : { range: (_, low, high) => spread(low, high) },
       },
       axes: [
-        lineStyle({ label: axis.label, labelSize: 18, labelFont: "12px system-ui", size: 30, ...(axis.isTime ? { values: (_, ticks) => ticks.map((tick) => (days ? moment(tick, 5, 10) : moment(tick, 11, 16))) } : {}) }),
-        lineStyle({ size: (_, texts) => 16 + 7.5 * Math.max(3, ...(texts ?? []).map((text) => text?.length ?? 0)), values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : digits(tick))) }),
+        lineStyle({ label: axis.label, labelSize: 18, labelFont: "12px system-ui", size: 30, ...(axis.isTime ? { values: timesOf } : {}) }),
+        lineStyle({ size: (_, texts) => 16 + 7.5 * Math.max(3, ...(texts ?? []).map((text) => text?.length ?? 0)), values: (_, ticks) => ticks.map((tick) => (tick == null ? "" : digits(tick))), ...(isLog ? { splits: (_, index, low, high) => logTicks(low, high), filter: (_, ticks) => ticks } : {}) }),
       ],
       hooks: {
         draw: [(plot) => drawMarks(plot, found, axis)],
