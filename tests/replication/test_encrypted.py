@@ -154,22 +154,6 @@ def notes(local: Store) -> list[bytes]:
     return [local.get(info.key) for info in local.list("uploads/")]
 
 
-def test_each_sealed_tier_keeps_what_its_own_rule_says(local: LocalStore, remote: Store) -> None:
-    tiny, noted = Tiny(), Noted()
-    tiered = Tiered(local, remote, keep_local=Last(1), keep_remote=Last(3))
-    with opened(tiered, tiny, encrypt=SEALS, sinks=(noted,)) as manager:
-        manager.resume()
-        saved(manager, tiny, 1)
-        manager.pin(1)
-        for step in range(2, 8):
-            saved(manager, tiny, step)
-            manager.wait()
-        assert [one.step for one in manager.list()] == [7, 6, 5, 1]
-    assert opened_steps(local) == [7, 1]
-    assert opened_steps(remote) == [7, 6, 5, 1]
-    assert noted.of("housekeeping_failed") == noted.of("warning") == []
-
-
 def test_a_fresh_machine_goes_on_and_both_tiers_open(local: LocalStore, remote: Store) -> None:
     tiny = Tiny()
     with opened(Tiered(local, remote), tiny, encrypt=SEALS) as manager:
@@ -668,22 +652,6 @@ def test_keys_are_changed_in_each_root_and_what_waits_goes_with_the_new_ones(
         for folder in map(str, Catalog(store).attempts()):
             with pytest.raises(errors.WrongKey):
                 Catalog(sealing(store, SEALS)).read(folder)
-
-
-def test_a_prune_from_outside_leaves_what_waits(
-    local: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_backoff(monkeypatch)
-    remote, tiny = Switch(), Tiny()
-    with opened(Tiered(local, remote, close_timeout_s=0), tiny, encrypt=SEALS) as manager:
-        manager.resume()
-        saved(manager, tiny, 1)
-        manager.wait()
-        remote.error = TransientStoreError("no network")
-        saved(manager, tiny, 2, 3)
-    report = prune_checkpoints(sealing(local, SEALS), Last(1), emit=Emitter(()))
-    assert opened_steps(local) == [3, 2]
-    assert [why for _, why in report.postponed] == ["it waits for its upload to memory://remote"]
 
 
 def test_nothing_is_put_back_beside_what_was_deleted_meanwhile(local: LocalStore) -> None:

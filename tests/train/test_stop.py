@@ -922,18 +922,6 @@ def test_after_an_error_within_the_update_nothing_is_saved_and_the_log_says_so(
     assert "the newest checkpoint is step-00000003" in caplog.text
 
 
-def test_an_error_is_not_masked_by_the_save_after_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """D46."""
-    fault = Fault(kind="fail", op="put", key="*/manifest.json", times=None)
-    store = FaultyStore(LocalStore(tmp_path / "run"), [fault])
-    failing: Any = Fails("train", 3)
-    with pytest.raises(ZeroDivisionError):
-        trainer(tmp_path / "log", failing, root=store, every=On("exception")).fit(STEPS)
-    assert "the state could not be saved" in caplog.text
-
-
 class CannotGoBack(Callback):
     """A callback whose state can be saved and not be loaded."""
 

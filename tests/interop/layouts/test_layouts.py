@@ -98,18 +98,6 @@ def test_a_dict_by_the_names_that_people_use(
         assert source.get_component("state").tree == {step: 12, "loss": 0.5}
 
 
-def test_a_file_of_ignite_tells_its_iteration(tmp_path: Path, trained: Any) -> None:
-    model, optimizer, _ = trained
-    engine = {"epoch_length": 4, "iteration": 9, "max_epochs": 3}
-    torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "trainer": engine},
-        tmp_path / "checkpoint_9.pt",
-    )
-    with open_source(str(tmp_path / "checkpoint_9.pt")) as source:
-        assert (source.format, source.step) == ("ignite", 9)
-        assert source.get_component("trainer").tree == engine
-
-
 def test_weights_alone_are_a_model_and_one_tensor_is_one_too(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "a.pt")
     torch.save(torch.ones(3), tmp_path / "b.pt")
