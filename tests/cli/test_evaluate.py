@@ -97,12 +97,15 @@ def test_a_program_that_fails_is_run_again_and_then_named(
     assert values_of(root, "acc") == {1: None}
 
 
-def test_a_call_that_cannot_work_is_code_2(holdfast: Command, tmp_path: Path) -> None:
+def test_a_call_that_cannot_work_is_refused(holdfast: Command, tmp_path: Path) -> None:
     save_steps(tmp_path, 1)
     for words in (["--metric", "a", "--", "true"], ["--", "true", "{checkpoint}"]):
         result = holdfast("evaluate", tmp_path, *words)
         assert result.code == 2
         assert "{checkpoint}" in result.err or "--metric" in result.err
+    nothing = ("--metric", "a", "--follow", "--linger", "0s", "--interval", "0s")
+    absent = holdfast("evaluate", tmp_path / "none", *nothing, "--", "true", "{checkpoint}")
+    assert (absent.code, (tmp_path / "none").exists()) == (3, False)
     missing = holdfast("evaluate", tmp_path, "--metric", "a", "--", "no-such", "{checkpoint}")
     assert (missing.code, values_of(tmp_path, "a")) == (2, {1: None})
 

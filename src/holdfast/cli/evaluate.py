@@ -22,11 +22,17 @@ from holdfast.cli.run import parse_seconds
 from holdfast.cli.supervisor import ChildEnding, ChildProcess
 from holdfast.cli.target import open_new_root, open_root
 from holdfast.cli.watch import Watcher
-from holdfast.errors import HoldfastError, NotFound, TransientStoreError, UsageError
+from holdfast.errors import (
+    HoldfastError,
+    NoCheckpoint,
+    NotFound,
+    TransientStoreError,
+    UsageError,
+)
 from holdfast.events import Emitter
 from holdfast.ownership.annotations import checked_metrics
 from holdfast.ownership.evaluations import Evaluations
-from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.catalog import Catalog, Entry, is_root
 from holdfast.store.base import Store
 
 _PLACEHOLDER = "{checkpoint}"
@@ -192,6 +198,8 @@ class _Evaluator:
                 may_train = True
             if entry is None:
                 if interval_s is None or not (may_train or self._elsewhere):
+                    if not is_root(self._store):
+                        raise NoCheckpoint(f"{self._store.url}: no run has begun here")
                     return Code.FOUND if self._list_failed() else Code.OK
                 asked = self._child.pause(interval_s)
             if asked is not None:
