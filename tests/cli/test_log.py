@@ -136,7 +136,10 @@ def test_each_save_is_listed_with_its_reason_and_what_became_of_it(
         (1, "interval", "kept"),
         (2, "interval", "kept"),
         (3, "interval", "left behind"),
+        (4, "interval", "deleted"),
     ]
+    assert "diverged" in saves[-1]["why"]
+    assert saves[-1]["deleted"] >= saves[-1]["created"]
     text = holdfast("log", tmp_path, "--saves").out
     assert "left behind" in text
     assert "permanent" in text

@@ -159,7 +159,7 @@ def log_root(root: str, *, saves: bool = False) -> Answer:
     store = open_root(root)
     catalog = Catalog(store)
     entries, unread = catalog.survey()
-    recorded = {save.folder: save for save in read_history(store).saves} if saves else {}
+    recorded = {save.folder: save for save in read_history(store).saves}
     costs = _costs_of(store, entries, linked=saves)
     sessions = [*_sessions(store, catalog, entries, costs, recorded)]
     damaged, unopened = split_unread(unread)
@@ -189,6 +189,9 @@ def _sessions(
     for epoch, claim in claims.items():
         own = [entry for entry in entries if entry.name.epoch == epoch]
         reached = {entry.step for entry in own}
+        reached |= {
+            save.step for save in recorded.values() if save.epoch == epoch and save.step is not None
+        }
         reached |= {
             step
             for point in points
