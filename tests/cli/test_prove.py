@@ -17,6 +17,7 @@ from holdfast.cli.proving.runs import plan_kills
 
 Command = Callable[..., Result]
 PROVED = Path(__file__).with_name("proved.py")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 QUICK = ("--", sys.executable, "-c")
 
 
@@ -97,6 +98,24 @@ def test_a_run_that_does_not_resume_is_never_called_equal(
 ) -> None:
     result = prove(holdfast, fault, "--kills", 1)
     assert (result.code, reason in result.document["reason"]) == (code, True), result.out
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.full
+def test_ranks_of_torchrun_are_killed_together_or_one_alone(
+    holdfast: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 7: torchrun starts a session for each rank, which its own group does not hold."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    restarting = (sys.executable, *launcher, "--max-restarts", 3)
+    training = (EXAMPLES / "trainer_ranks.py", "{root}", "ddp")
+    options = ("--json", "--seed", 6, "--kills", 3)
+    result = holdfast("prove", *options, "--", *restarting, *training)
+    assert result.code == Code.OK, result.out + result.err
+    targets = {kill["target"] for kill in result.document["kills"]}
+    assert targets <= {"all processes", "rank 0 of 2", "rank 1 of 2"}
+    assert len(result.document["kills"]) == 3
 
 
 @pytest.mark.parametrize(

@@ -365,7 +365,7 @@ class _Proving:
     def _conclude_equal(self) -> None:
         kills = self.runs[1].kills
         inside = sum(kill.saving is not None for kill in kills)
-        how = f"{inside} inside a save" if inside else "none inside a save: saves are too short"
+        how = f"{inside} inside a save" if inside else "none inside a save: its saves are too short"
         self._set_verdict(
             "equal",
             f"equal, bit for bit, after {len(kills)} kill{'s' * (len(kills) > 1)} ({how}): "

@@ -48,7 +48,7 @@ class DoneKill:
     """Newest step that was committed before."""
     epoch: int
     saving: SeenSave | None
-    """Save that had begun and was not committed, and never was."""
+    """Save that had begun and was not committed; after SIGKILL, that never was."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,6 +178,8 @@ class Killer:
         self._token = token.encode()
         self._deadline_s = deadline_s
         self._due_s: float | None = None
+        self._haste = 1.0
+        """Factor of the wait inside a save, which each missed save makes shorter."""
         self._processes: list[int] = []
         self.poll_s = _POLL_S
 
@@ -213,9 +215,10 @@ class Killer:
         elif not saving:
             if not self._processes:
                 self._processes, self.poll_s = self.find_processes(), _POLL_IN_SAVE_S
-            self._due_s = None
+            if self._due_s is not None:
+                self._due_s, self._haste = None, self._haste / 4
         elif self._due_s is None:
-            self._due_s = now_s + kill.share * self._usual["save"]
+            self._due_s = now_s + kill.share * self._haste * self._usual["save"]
         elif now_s >= self._due_s:
             # Stopped first: the save cannot end between this look and the kill.
             stopped = [leader, *self._processes]
@@ -283,7 +286,8 @@ def _run_until_done(child: ChildProcess, killer: Killer, result: RunResult, goal
         result.record.look_again()
         new = result.kills[num_kills:]
         for kill in new:
-            if kill.saving is not None and kill.saving.committed_s is not None:
+            has_committed = kill.saving is not None and kill.saving.committed_s is not None
+            if has_committed and kill.signal == signal.SIGKILL.name:
                 kill.saving = None
         if ending.asked is not None:
             raise KeyboardInterrupt
