@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         name="claim-of-the-same-epoch-twice",
         promise="R10: of two claims of one epoch one wins",
-        place="Evaluations._put_claim",
+        place="_put_claim",
         before="        put_once(store, layout.writer_key(epoch), record.encode())\n",
         after="        store.put(layout.writer_key(epoch), record.encode())\n",
         near=("tests/ownership/test_claim.py",),

@@ -18,7 +18,7 @@ from holdfast.errors import FormatError, HoldfastError, NoCheckpoint
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Deleted, Manifest
 from holdfast.format.records import TiersRecord, UploadRecord
-from holdfast.root.byte_ranges import get_stored_length, read_listing
+from holdfast.root.byte_ranges import read_listing
 from holdfast.root.catalog import Catalog
 from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
@@ -110,9 +110,7 @@ def show_uploads(root: str) -> Answer:
     )
     is_bad = any(line.state in ("failed", "refused") for line in lines)
     return Answer(
-        document=document,
-        parts=_format_uploads(document),
-        code=Code.FOUND if is_bad else Code.OK,
+        document=document, parts=_format_uploads(document), code=Code.FOUND if is_bad else Code.OK
     )
 
 
@@ -141,7 +139,7 @@ def _list_uploads(
         yield Uploaded(
             folder=folder,
             step=listing.timestamp.step if isinstance(listing, Manifest) else None,
-            nbytes=sum(map(get_stored_length, listing.files.values())),
+            nbytes=sum(file.stored_nbytes for file in listing.files.values()),
             state=_remote_state(folder, remote, noted) or noted or "unknown",
             **_noted(note),
         )
@@ -171,10 +169,7 @@ def _last(tiers: TiersRecord) -> LastUpload | None:
     if tiers.folder is None:
         return None
     return LastUpload(
-        folder=tiers.folder,
-        nbytes=tiers.nbytes,
-        upload_s=tiers.upload_s,
-        requests=tiers.requests,
+        folder=tiers.folder, nbytes=tiers.nbytes, upload_s=tiers.upload_s, requests=tiers.requests
     )
 
 

@@ -34,7 +34,7 @@ from holdfast.ownership.claim import WATCH_S, is_closed
 from holdfast.ownership.process import liveness, utc_now
 from holdfast.policy.clock import Unit, parse
 from holdfast.policy.rules import recorded_time
-from holdfast.root.byte_ranges import Listing, get_stored_length, read_listing
+from holdfast.root.byte_ranges import Listing, read_listing
 from holdfast.root.catalog import Catalog, is_root
 from holdfast.root.documents import read_if_there
 from holdfast.root.upload_records import Ledger
@@ -245,7 +245,7 @@ def _describe_checkpoint(folder: str, listing: Listing) -> WatchedCheckpoint:
     return WatchedCheckpoint(
         folder=folder,
         step=None if manifest is None else manifest.timestamp.step,
-        nbytes=sum(map(get_stored_length, listing.files.values())),
+        nbytes=sum(file.stored_nbytes for file in listing.files.values()),
         created=listing.created,
         reason="" if manifest is None else manifest.reason,
     )

@@ -227,13 +227,10 @@ class SignalAlarm:
             self._has_begun = True
             Thread(target=self._listen, name="holdfast-signals", daemon=True).start()
         elif received is not None and not self._ranks.is_leader:
-            self._post_signal_once(received)
+            self.post_signal_once(received)
 
-    def dismiss_alarm(self) -> None:
-        """Tell the leader that no signal will come, without waiting."""
-        self._post_signal_once(None)
-
-    def _post_signal_once(self, received: str | None) -> None:
+    def post_signal_once(self, received: str | None) -> None:
+        """Tell the leader of a signal, or that none will come, once and without waiting."""
         if not self._has_said:
             self._has_said = True
             thread = Thread(

@@ -263,7 +263,7 @@ class DistributedEvents(ExternalEvents):
         )
         self._agreed.leave_agreement()
         if self._alarm is not None:
-            self._alarm.dismiss_alarm()
+            self._alarm.post_signal_once(None)
         super().stop_polling()
 
 

@@ -275,7 +275,7 @@ def _visit(
             return True
     if whole:
         report.removed.append((folder, why))
-    elif not _is_bare(store, folder) or register is None:
+    elif store.children(folder) != (layout.MANIFEST,) or register is None:
         report.marked.append((folder, why))
     if not whole and not judge.is_live(name.epoch):
         report.markers[name.epoch] = report.markers.get(name.epoch, 0) + 1
@@ -381,11 +381,6 @@ def _why(uncommitted: bool, epoch: int, whole: bool) -> str:
     if whole:
         return f"{what}; writer {epoch} is gone"
     return f"{what}; writer {epoch} may still be paused somewhere, so its marker stays"
-
-
-def _is_bare(store: Store, folder: str) -> bool:
-    """Whether a folder contains only its marker."""
-    return store.children(folder) == (layout.MANIFEST,)
 
 
 def _sweep_temporary(

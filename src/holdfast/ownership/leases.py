@@ -193,7 +193,7 @@ class _HeldLease:
             self._store.refresh_folder(self._folder)
         except (AccessDenied, StoreFull, UnsupportedStore) as error:
             self._remove_quietly()
-            return self._explain_refusal(error)
+            return f"{_NO_LEASE}: {error}"
         except StoreError:
             self._remove_quietly()
             raise
@@ -244,7 +244,7 @@ class _HeldLease:
             raise
         except StoreError as error:
             self._may_exist = False
-            return self._explain_refusal(error)
+            return f"{_NO_LEASE}: {error}"
         put_once(self._store, self._key, self._encode_lease())
         return ""
 
@@ -265,9 +265,6 @@ class _HeldLease:
         with suppress(StoreError):
             self._store.delete(self._key)
         self._may_exist = False
-
-    def _explain_refusal(self, error: StoreError) -> str:
-        return f"{_NO_LEASE}: {error}"
 
 
 # The deleter's side ------------------------------------------------------------------------------

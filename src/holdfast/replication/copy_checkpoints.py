@@ -34,7 +34,7 @@ from holdfast.ownership.owner import Ownership
 from holdfast.ownership.tiered import claim_document, is_in_use
 from holdfast.replication.upload import Cost, Sender
 from holdfast.root.attempts import latest_of
-from holdfast.root.byte_ranges import Listing, get_stored_length, read_listing
+from holdfast.root.byte_ranges import Listing, read_listing
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import name_latest, put_once, sync_checkpoint
 from holdfast.root.documents import read_document
@@ -91,7 +91,7 @@ class PlannedCopy:
     @property
     def nbytes(self) -> int:
         """Bytes of its files, as stored."""
-        return sum(map(get_stored_length, self.listing.files.values()))
+        return sum(file.stored_nbytes for file in self.listing.files.values())
 
 
 def plan_copies(
@@ -140,13 +140,13 @@ def _planned(source: Store, target: Store, folder: str) -> PlannedCopy:
         _expect_same_bytes(source, target, folder)
     sizes = {info.key: info.nbytes for info in target.list(f"{folder}/")}
     files = listing.files.items()
-    lacking = (e for n, e in files if sizes.get(f"{folder}/{n}") != get_stored_length(e))
+    lacking = (e for n, e in files if sizes.get(f"{folder}/{n}") != e.stored_nbytes)
     return PlannedCopy(
         name=name,
         listing=listing,
         manifest=_manifest(source, folder),
         was_there=there is not None,
-        missing_nbytes=sum(map(get_stored_length, lacking)),
+        missing_nbytes=sum(file.stored_nbytes for file in lacking),
     )
 
 

@@ -50,7 +50,6 @@ from holdfast.policy.rule import Candidate
 from holdfast.replication.queue import UploadQueue
 from holdfast.replication.repair import mend
 from holdfast.replication.upload import Cost, Sender, UploadInterrupted
-from holdfast.root.byte_ranges import get_stored_length
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import (
     check_ownership,
@@ -452,7 +451,7 @@ class Mirror(UploadQueries):
             wrong += [
                 name
                 for name, file in entry.manifest.files.items()
-                if sizes.get(f"{entry.folder}/{name}") != get_stored_length(file)
+                if sizes.get(f"{entry.folder}/{name}") != file.stored_nbytes
             ]
         if (remote := sealed(self._remote)) is not None:
             wrong += remote.lost_keys(entry.folder)

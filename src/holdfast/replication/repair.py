@@ -11,7 +11,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.maintenance.rotate_keys import put_box
 from holdfast.maintenance.verify import verify
 from holdfast.replication.upload import Sender
-from holdfast.root.byte_ranges import Listing, decode_listing, get_stored_length, read_listing
+from holdfast.root.byte_ranges import Listing, decode_listing, read_listing
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import check_ownership
 from holdfast.root.documents import is_of_others
@@ -46,7 +46,7 @@ def mend(
         mended.append(layout.MANIFEST)
     problems = verify(bare_local, folder).problems
     for name in dict.fromkeys(p.file for p in problems if p.file in listing.files):
-        nbytes = get_stored_length(listing.files[name])
+        nbytes = listing.files[name].stored_nbytes
         sender.replace_file(f"{folder}/{name}", nbytes, pieces_of_file(name), epoch=epoch)
         mended.append(name)
     if mended:

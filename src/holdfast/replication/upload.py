@@ -45,7 +45,6 @@ from holdfast.root.byte_ranges import (
     Listing,
     PieceGroup,
     decode_listing,
-    get_stored_length,
     groups_of,
     pieces_of,
     pieces_of_sealed,
@@ -180,9 +179,7 @@ class Sender:
             for name in sizes
         )
         wrong = [
-            name
-            for name, entry in listing.files.items()
-            if sizes.get(name) != get_stored_length(entry)
+            name for name, entry in listing.files.items() if sizes.get(name) != entry.stored_nbytes
         ]
         if wrong and not is_thinned:
             raise CorruptData(f"{self._remote.url}/{folder} lacks {', '.join(wrong)}")
@@ -198,7 +195,7 @@ class Sender:
         sizes = self._remote_sizes(folder)
         num_whole = 0
         for name, entry in listing.files.items():
-            key, nbytes = f"{folder}/{name}", get_stored_length(entry)
+            key, nbytes = f"{folder}/{name}", entry.stored_nbytes
             exists = sizes.get(name) == nbytes
             if exists and (not self._reads_back or self._matches(key, pieces_of_file(name))):
                 num_whole += 1
@@ -426,9 +423,9 @@ class Sender:
             key = f"{folder}/{name}"
             self._add_cost()
             nbytes = self._remote.head(key).nbytes
-            if nbytes != get_stored_length(entry):
+            if nbytes != entry.stored_nbytes:
                 raise StoreError(
-                    f"{self._remote.url}/{key}: {get_stored_length(entry)} bytes were sent and the "
+                    f"{self._remote.url}/{key}: {entry.stored_nbytes} bytes were sent and the "
                     f"store now has {nbytes}; the checkpoint is not committed there"
                 )
 

@@ -61,11 +61,6 @@ def groups_of(pieces: Sequence[FilePiece]) -> Iterator[PieceGroup]:
         yield PieceGroup(start=start, stop=stop, pieces=tuple(pieces[first : last + 1]))
 
 
-def get_stored_length(entry: FileEntry) -> int:
-    """Return the length in bytes of a file as stored."""
-    return entry.stored_nbytes
-
-
 def decode_listing(data: Buffer, *, what: str) -> Listing | Aborted | Deleted:
     """Decode a manifest, abort or deletion document; of an encrypted manifest the visible part."""
     try:

@@ -20,17 +20,13 @@ _ROOT_KEY = "value"
 _A_PART = "this process holds only a part of the tensor, and saves by itself; all its ranks must"
 
 
-def _plain(path: str) -> str:
-    return path
-
-
 @dataclass(slots=True, kw_only=True)
 class Leaves:
     """Collects the tensors of one component, in the order of its tree."""
 
     component: str
     """Name of the component, for messages."""
-    key_of: Callable[[str], str] = _plain
+    key_of: Callable[[str], str] = str
     """Path in the typed tree -> wanted tensor key, which is also the path in messages."""
     is_shared: bool = False
     """Whether other ranks capture it too: names of devices have no index then."""

@@ -108,8 +108,8 @@ class UploadResources:
 
     def acquire_copy_memory(self) -> mmap.mmap:
         """Take memory for a copy, of `COPY_NBYTES`; the caller holds `changed`."""
-        # Mapped, and reused: that costs no page faults, and it is freed as a whole.
-        buffer = self._free.pop() if self._free else _new_buffer()
+        # Mapped in huge pages, and reused: that costs few page faults, and it is freed as a whole.
+        buffer = self._free.pop() if self._free else private_memory(COPY_NBYTES)
         self._num_taken += 1
         return buffer
 
@@ -173,10 +173,6 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
     import numpy as np  # here, because commands that read documents do without
 
     np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
-
-
-def _new_buffer() -> mmap.mmap:
-    return private_memory(COPY_NBYTES)  # in huge pages, which cost a hundredth of the faults
 
 
 def _run_event_loop(loop: asyncio.AbstractEventLoop) -> None:
