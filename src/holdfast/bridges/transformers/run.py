@@ -234,7 +234,9 @@ class TransformersRun(TrainerCallback):
         step, control = self.trainer.state.global_step, self.trainer.control
         is_asked_to_end = control.should_training_stop and not self._is_signaled
         self.has_stopped = is_asked_to_end and not self.is_done()
-        is_epoch = self._event == "epoch" and self.data.at_epoch_end
+        # Before transformers 5, the Trainer asks for a batch after the last, which ends the epoch.
+        is_at_end = self.data.at_epoch_end or not self.data.batch
+        is_epoch = self._event == "epoch" and is_at_end
         is_cut = self._event == "epoch" and not (is_epoch or control.should_training_stop)
         if is_cut and not self.is_done() and not self._has_warned:
             self._has_warned = True
@@ -247,7 +249,7 @@ class TransformersRun(TrainerCallback):
         self.trainer.store_flos()
         wanted = Due("permanent", "trainer") if self.is_asked else None
         self.is_asked = False
-        epochs = self.data.epoch + is_epoch
+        epochs = self.data.epoch + (is_epoch and self.data.at_epoch_end)
         metrics = measured_at(step, self.trainer.state.log_history)
         events: list[Event] = ["step", "epoch"] if is_epoch else ["step"]
         self._validations.maybe_save(
