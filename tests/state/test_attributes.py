@@ -14,6 +14,7 @@ import torch
 import holdfast
 from holdfast import Attributes, CheckpointManager, PerRank
 from holdfast.errors import MismatchError, UnsupportedState, UsageError
+from holdfast.testing.resume import leaf_digests
 
 
 class Agent:
@@ -106,6 +107,24 @@ def test_names_that_only_one_side_has_are_an_error_and_may_be_allowed(tmp_path: 
         agent.episode = 0
         manager.load(skip=["agent.level", "agent.episode"], strict=False)
         assert agent.episode == 0
+
+
+def test_parts_can_be_selected_and_edited(tmp_path: Path) -> None:
+    before, after = played(tmp_path), Agent()
+
+    def edit(view: Any) -> None:
+        view["agent"]["episode"] = 77
+        view["agent"]["seen"] = np.ones((4, 2), np.float32)
+
+    with CheckpointManager(tmp_path, {"agent": Attributes(after, *NAMES)}) as manager:
+        manager.load(include=["agent.recent"])
+        assert (after.recent, after.episode) == (before.recent, 0)
+        manager.load(skip=["agent.weights"], edit=edit)
+    assert (after.episode, after.seen.min(), after.recent.maxlen) == (77, 1, 3)
+    assert after.weights[0].sum() == 0
+    assert leaf_digests({"a": Attributes(before, *NAMES)}) != leaf_digests(
+        {"a": Attributes(after, *NAMES)}
+    )
 
 
 def test_names_are_checked_at_once_and_deleted_ones_at_the_save(tmp_path: Path) -> None:

@@ -150,6 +150,7 @@ def run_command(
 
 
 def parse_seconds(text: str, option: str) -> float:
+    """Parse a time such as "30s" or "2min"; returns seconds."""
     if text in ("0", "0s"):
         return 0.0
     return float(parse(text, what=option, units={Unit.SECOND}).value)

@@ -286,7 +286,7 @@ class _TreeEncoder:
     def write_counter(self, value: Counter[Any], path: str, level: int) -> Any:
         return {"$counter": self._encode_pairs(value, path, level)}
 
-    def write_deque(self, value: deque[Any], path: str, level: int) -> Any:
+    def write_deque(self, value: deque[Any] | DequeItems, path: str, level: int) -> Any:
         return {"$deque": [value.maxlen, self.write_list(value, path, level + 2)]}
 
     def write_set(self, value: Iterable[Any], path: str, level: int) -> Any:
@@ -615,6 +615,7 @@ _CONTAINERS: dict[type, Callable[[_TreeEncoder, Any, str, int], Any]] = {
     set: _TreeEncoder.write_set,
     frozenset: _TreeEncoder.write_frozenset,
     deque: _TreeEncoder.write_deque,
+    DequeItems: _TreeEncoder.write_deque,
 }
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
     "$tuple": tuple,

@@ -13,6 +13,7 @@ import random
 import signal
 import tempfile
 import traceback
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
@@ -28,6 +29,7 @@ from blake3 import blake3
 
 from holdfast.data.randomness import seed_generators
 from holdfast.errors import DeadlineExceeded, UsageError, listing
+from holdfast.state.attributes import content_of
 from holdfast.train import Callback, Metrics, Training
 
 StartMethod = Literal["spawn", "forkserver"]
@@ -302,6 +304,7 @@ class _Walk:
         self._owners: dict[int, tuple[str, torch.Tensor]] = {}
 
     def walk(self, path: str, value: Any) -> Iterator[tuple[str, str]]:
+        value = content_of(path, value)
         if isinstance(value, torch.Tensor):
             yield path, _tensor_digest(value) + self._shared(path, value)
         elif isinstance(value, np.ndarray | np.generic):
@@ -310,11 +313,11 @@ class _Walk:
             yield from self.walk(path, value.get_state(legacy=False))
         elif hasattr(value, "state_dict"):
             yield from self.walk(path, value.state_dict())
-        elif isinstance(value, Mapping | list | tuple) and not value:
+        elif isinstance(value, Mapping | list | tuple | deque) and not value:
             yield path, f"empty {type(value).__name__}"
         elif isinstance(value, Mapping):
             yield from self._mapping(path, value)
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple | deque):
             for number, item in enumerate(value):
                 yield from self.walk(f"{path}.{number}", item)
         else:
