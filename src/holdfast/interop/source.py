@@ -22,6 +22,7 @@ class LeftOut(msgspec.Struct, frozen=True):
     path: str
     """Where it is in the source, such as "training_args.bin" or "trainer.callbacks.EMA"."""
     why: str
+    """The reason."""
     tensors_of: str = ""
     """Component of which tensors are lost with it; empty if the value holds none. Reading or
     converting such a source is an error unless the caller allows the loss."""
