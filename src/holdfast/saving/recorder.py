@@ -7,18 +7,20 @@ deletions, now and then between saves, and at the end. No failure of that stops 
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import wait
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from holdfast.encryption.store import sealed
-from holdfast.errors import DeadlineExceeded, time_limit
+from holdfast.errors import DeadlineExceeded, HoldfastError, time_limit
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.history import HistoryEvent, to_number
@@ -93,13 +95,14 @@ class HistoryRecorder:
         for name, value in values.items():
             if type(value) is float:
                 row[name] = value
-            elif isinstance(value, Tensor):
-                self._add_tensor(row, name, value)
-            else:
-                try:
+                continue
+            try:
+                if isinstance(value, Tensor):
+                    self._add_tensor(row, name, value)
+                else:
                     row[name] = float(value)
-                except (TypeError, ValueError, OverflowError):
-                    continue  # the next save raises it
+            except (TypeError, ValueError, RuntimeError, OverflowError):
+                continue  # the next save raises it
         if not row:
             return
         claim, now_s = self._owner.claim, time.time()
@@ -127,7 +130,11 @@ class HistoryRecorder:
         for (device, _), group in groups.items():
             if device.type == "cuda":  # they may have been computed in other streams
                 torch.cuda.synchronize(device)
-            numbers = torch.stack([value for _, _, value in group]).tolist()
+            try:
+                numbers = torch.stack([value for _, _, value in group]).tolist()
+            except RuntimeError as error:
+                numbers = [math.nan] * len(group)
+                self._emit("housekeeping_failed", f"{len(group)} metrics were not read: {error}")
             for (row, name, _), number in zip(group, numbers, strict=True):
                 row[name] = float(number)
         self._rows.extend(self._unread_rows)
@@ -153,7 +160,8 @@ class HistoryRecorder:
         self._next_put_s = now_s + PUT_S
         if not self._is_queued:
             self._is_queued = True
-            self._threads.submit(self.put_history)
+            with suppress(RuntimeError, HoldfastError):  # the interpreter exits: the close puts it
+                self._threads.submit(self.put_history)
 
     def put_at_close(self, timeout_s: float) -> None:
         """Put what is left, for at most `timeout_s` seconds."""
