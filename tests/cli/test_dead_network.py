@@ -49,7 +49,7 @@ COMMANDS = {
 }
 """Each command that talks to a store, with arguments."""
 QUICK = ("cp", "doctor", "rm", "watch")
-ELSEWHERE = {"keys", "completion", "schema", "import"}
+ELSEWHERE = {"keys", "completion", "schema", "import", "prove"}
 """Those that talk to none, or (import) look at their file first."""
 
 
