@@ -24,7 +24,7 @@ from holdfast.cli.stats import stats
 from holdfast.cli.target import open_root
 from holdfast.cli.verify import verify_target
 from holdfast.cli.watch import Watcher
-from holdfast.cli.web.curves import Curve, draw_on, make_grid, panel_of
+from holdfast.cli.web.curves import MetricCurve, draw_on, make_grid, panel_of
 from holdfast.cli.web.table import Row, make_columns, make_spark, sort_rows
 
 Rows = list[list[str]]
@@ -214,9 +214,9 @@ def test_what_work_found_is_what_its_command_finds(page: Page, run_root: Path) -
     ]
 
 
-def make_curve(name: str, values: Any) -> Curve:
+def make_curve(name: str, values: Any) -> MetricCurve:
     steps = np.arange(1, len(values) + 1, dtype=np.float64)
-    return Curve(name, steps, steps, np.array(values, np.float64))
+    return MetricCurve(name, steps, steps, np.array(values, np.float64))
 
 
 def test_many_points_keep_their_mean_and_their_extremes() -> None:

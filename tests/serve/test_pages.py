@@ -26,7 +26,7 @@ from holdfast.cli import watch
 from holdfast.cli.options import NAMED, KeySources
 from holdfast.cli.watch import Watcher
 from holdfast.cli.web import checkpoints, jobs, runs
-from holdfast.cli.web.curves import Curve
+from holdfast.cli.web.curves import MetricCurve
 from holdfast.cli.web.figures import make_csv
 from holdfast.cli.web.site import MAX_TEXT, _escape_text
 from holdfast.errors import StoreError
@@ -156,7 +156,7 @@ def test_metrics_are_downloaded_as_csv(page: Page) -> None:
 
 
 def test_names_in_csv_are_no_formulas() -> None:
-    curve = Curve("=1+1", *(np.array([1.0]) for _ in range(3)))
+    curve = MetricCurve("=1+1", *(np.array([1.0]) for _ in range(3)))
     head, row = csv.reader(io.StringIO(make_csv({"@run": {"=1+1": curve}}, ["=1+1"])))
     assert (head[3], row[0]) == ("'=1+1", "'@run")
 

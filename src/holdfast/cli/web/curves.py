@@ -32,7 +32,7 @@ _COUNTER = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class MetricCurve:
     """Values of a metric, with the step and the time (seconds since 1970) of each."""
 
     name: str
@@ -42,7 +42,7 @@ class Curve:
     branch: int = 0
     """Session whose values a rollback left behind; 0: the run stands on them."""
 
-    def along(self, axis: Axis, start: float) -> Floats:
+    def find_places(self, axis: Axis, start: float) -> Floats:
         """Return the places of the values on an axis; `start` is the first time of the run."""
         if axis == "step":
             return self.steps
@@ -53,15 +53,16 @@ class RunCurves(msgspec.Struct, frozen=True, kw_only=True):
     """Metrics of a run, and the settings of its newest checkpoint."""
 
     curves: tuple[Any, ...]
-    """Each a `Curve`; what the run stands on comes first."""
+    """Each a `MetricCurve`; what the run stands on comes first."""
     config: Mapping[str, str]
 
     @property
     def start(self) -> float:
         """Time of the first value, in seconds since 1970."""
-        return min((float(np.nanmin(one.times)) for one in self.curves), default=0.0)
+        times = np.concatenate([np.empty(0), *(one.times for one in self.curves)])
+        return float(np.min(times[np.isfinite(times)], initial=np.inf))
 
-    def standing(self) -> dict[str, Curve]:
+    def standing_curves(self) -> dict[str, MetricCurve]:
         """Return the curves that the run stands on, by name, those that people look for first."""
         found = {one.name: one for one in self.curves if not one.branch}
         return {name: found[name] for name in sorted(found, key=rank_metric)}
@@ -76,7 +77,7 @@ class CurveReader:
 
     def read_curves(self) -> Answer:
         """Read metrics from the history, and from checkpoints what it does not have."""
-        with READING.turn(self._root):
+        with READING.take_turn(self._root):
             return self._read_curves()
 
     def _read_curves(self) -> Answer:
@@ -105,14 +106,14 @@ class CurveReader:
         return Answer(document=RunCurves(curves=tuple(curves), config=config), parts=[])
 
 
-def _to_curve(name: str, found: history.Curve, branch: int = 0) -> Curve:
+def _to_curve(name: str, found: history.Curve, branch: int = 0) -> MetricCurve:
     steps, times, values = (
         np.array(column, np.float64) for column in (found.steps, found.times, found.values)
     )
-    return Curve(name, steps, times, values, branch)
+    return MetricCurve(name, steps, times, values, branch)
 
 
-def _curves_of(entries: Iterable[Entry], branch: int = 0) -> dict[str, Curve]:
+def _curves_of(entries: Iterable[Entry], branch: int = 0) -> dict[str, MetricCurve]:
     """Return the metrics of checkpoints, also those that were added later."""
     rows: dict[str, list[tuple[float, float, float]]] = {}
     for entry in sorted(entries, key=lambda entry: (entry.step, entry.order)):
@@ -122,11 +123,12 @@ def _curves_of(entries: Iterable[Entry], branch: int = 0) -> dict[str, Curve]:
             rows.setdefault(name, []).append((entry.step, time, value))
     found = {name: np.array(own, np.float64) for name, own in rows.items()}
     return {
-        name: Curve(name, own[:, 0], own[:, 1], own[:, 2], branch) for name, own in found.items()
+        name: MetricCurve(name, own[:, 0], own[:, 1], own[:, 2], branch)
+        for name, own in found.items()
     }
 
 
-def _join(recorded: Curve, saved: Curve) -> Curve:
+def _join(recorded: MetricCurve, saved: MetricCurve) -> MetricCurve:
     """Join what was recorded at steps with the values of checkpoints, which may be newer."""
     rest = ~np.isin(recorded.steps, saved.steps)
     steps, times, values = (
@@ -138,7 +140,7 @@ def _join(recorded: Curve, saved: Curve) -> Curve:
         )
     )
     order = np.argsort(steps)
-    return Curve(recorded.name, steps[order], times[order], values[order])
+    return MetricCurve(recorded.name, steps[order], times[order], values[order])
 
 
 def panel_of(name: str) -> str:
@@ -162,7 +164,7 @@ def rank_metric(name: str) -> tuple[int, str]:
     return (4 if _COUNTER.fullmatch(name) else 1), name
 
 
-def metric_names(runs: Sequence[Mapping[str, Curve]]) -> list[str]:
+def metric_names(runs: Sequence[Mapping[str, MetricCurve]]) -> list[str]:
     """List the metrics of runs, the usual ones first, and of these what most runs have."""
     counts = Counter(name for curves in runs for name in curves)
     return sorted(counts, key=lambda name: (rank_metric(name)[0], -counts[name], name))

@@ -21,7 +21,7 @@ from holdfast.cli.log import Log, LoggedSave, LoggedSession, log_root
 from holdfast.cli.output import format_time, printable
 from holdfast.cli.web.curves import (
     Axis,
-    Curve,
+    MetricCurve,
     RunCurves,
     draw_on,
     make_grid,
@@ -84,7 +84,7 @@ async def run_curves(site: Site, run: PageRun, request: Request) -> Response:
     curves = [] if found is None else sorted(found.curves, key=_rank_curve)
     start = 0.0 if found is None else found.start
     words = request.query_params.get("q", "")[:200].lower().split()
-    panels: dict[str, list[tuple[str, Curve, float]]] = {}
+    panels: dict[str, list[tuple[str, MetricCurve, float]]] = {}
     for curve in curves:
         if all(word in curve.name.lower() for word in words):
             panels.setdefault(panel_of(curve.name), []).append((curve.name, curve, start))
@@ -98,17 +98,17 @@ async def run_curves(site: Site, run: PageRun, request: Request) -> Response:
     return data(members)
 
 
-def _rank_curve(curve: Curve) -> tuple[Any, ...]:
+def _rank_curve(curve: MetricCurve) -> tuple[Any, ...]:
     return *rank_metric(panel_of(curve.name)), *rank_metric(curve.name), curve.branch
 
 
 async def site_curves(site: Site, request: Request) -> Response:
     """Return the curves of one metric, one for each run that was asked for."""
     chosen = [run.name for run in choose_runs(site, request)]
-    with READING.held():
+    with READING.hold_turns():
         seen = await gather(*(read_run(run, patience_s=0) for run in site.runs.values()))
     known = {name: one.document for name, one in zip(site.runs, seen, strict=True) if one.document}
-    standing = {name: found.standing() for name, found in known.items()}
+    standing = {name: found.standing_curves() for name, found in known.items()}
     metrics = metric_names([*standing.values()])
     asked = request.query_params.get("metric", "")
     metric = asked if asked in metrics else next(iter(metrics), "")
@@ -139,14 +139,14 @@ def choose_runs(site: Site, request: Request) -> list[PageRun]:
 
 
 def _draw_panels(
-    request: Request, panels: Mapping[str, Sequence[tuple[str, Curve, float]]]
+    request: Request, panels: Mapping[str, Sequence[tuple[str, MetricCurve, float]]]
 ) -> dict[str, Any]:
     """Draw curves, each with its label and the start of its run, on one grid of places."""
     query = request.query_params
     axis: Axis = next((one for one in get_args(Axis) if one == query.get("x")), "step")
     low, high = _number(query.get("from"), -math.inf), _number(query.get("to"), math.inf)
     placed = {
-        title: [(label, curve, curve.along(axis, start)) for label, curve, start in curves]
+        title: [(label, curve, curve.find_places(axis, start)) for label, curve, start in curves]
         for title, curves in panels.items()
     }
     places = [at[(at >= low) & (at <= high)] for each in placed.values() for *_, at in each]
@@ -235,7 +235,7 @@ async def site_csv(site: Site, request: Request) -> Response:
 async def _make_csv(runs: Sequence[PageRun], metric: str | None) -> Response:
     seen = await gather(*(read_run(run, patience_s=WHOLE_S) for run in runs))
     found = {
-        run.name: one.document.standing()
+        run.name: one.document.standing_curves()
         for run, one in zip(runs, seen, strict=True)
         if one.document is not None
     }
@@ -250,7 +250,7 @@ async def _make_csv(runs: Sequence[PageRun], metric: str | None) -> Response:
     return Response(text, media_type="text/csv", headers=headers)
 
 
-def make_csv(runs: Mapping[str, Mapping[str, Curve]], names: Sequence[str]) -> str:
+def make_csv(runs: Mapping[str, Mapping[str, MetricCurve]], names: Sequence[str]) -> str:
     """Format metrics of runs as CSV, with a row for each step that has a value."""
     text = io.StringIO()
     writer = csv.writer(text)
@@ -271,7 +271,7 @@ def _format_moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")
 
 
-def rows_of(curves: Mapping[str, Curve]) -> dict[int, tuple[float, dict[str, float]]]:
+def rows_of(curves: Mapping[str, MetricCurve]) -> dict[int, tuple[float, dict[str, float]]]:
     """Return time and values at each step, in the order of steps."""
     found: dict[int, tuple[float, dict[str, float]]] = {}
     for name, curve in curves.items():

@@ -34,7 +34,7 @@ _NEWEST = 8
 
 async def roots(site: Site, request: Request) -> Response:
     """Show all runs as a table that sorts, and curves of several in one picture."""
-    with READING.held():
+    with READING.hold_turns():
         cards = await gather(*map(_card, site.runs.values()))
     by_name = {card["row"].name: card for card in cards}
     rows = [card["row"] for card in cards]
@@ -64,7 +64,7 @@ async def _card(run: PageRun) -> dict[str, Any]:
         "row": Row(
             name=run.name,
             watched=looked.answer,
-            curves={} if known is None else known.standing(),
+            curves={} if known is None else known.standing_curves(),
             config={} if known is None else known.config,
         ),
         "error": told(looked.error or listed.error),
@@ -230,11 +230,11 @@ async def costs(site: Site, run: PageRun, request: Request) -> Response:
     return site.page(request, "costs.html", {**common, **values})
 
 
-async def numbers(site: Site, run: PageRun, request: Request) -> Response:
+async def numbers_table(site: Site, run: PageRun, request: Request) -> Response:
     """Show the numbers behind the curves."""
     common, seen = await gather(of_run(run, "overview"), read_run(run))
     found: RunCurves | None = seen.document
-    curves = {} if found is None else found.standing()
+    curves = {} if found is None else found.standing_curves()
     rows = [
         (step, [values.get(name) for name in curves])
         for step, (_, values) in reversed(rows_of(curves).items())

@@ -73,7 +73,7 @@ def _routes() -> list[Route]:
         _of_run(f"{run}/newest", pages.newest),
         _of_run(f"{run}/curves.json", figures.run_curves),
         _of_run(f"{run}/metrics.csv", figures.run_csv),
-        _of_run(f"{run}/numbers", pages.numbers),
+        _of_run(f"{run}/numbers", pages.numbers_table),
         _of_run(f"{run}/checkpoints", pages.checkpoints),
         _of_run(f"{run}/lineage", pages.lineage),
         _of_run(f"{run}/costs", pages.costs),

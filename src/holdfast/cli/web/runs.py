@@ -183,14 +183,14 @@ class PageRun:
         return seen
 
     def _list_in_thread(self) -> Answer:
-        with LOOKING.turn(self.root):
+        with LOOKING.take_turn(self.root):
             return list_root(self.root)
 
     def _observe_in_thread(self) -> WatchedRun:
         """Look at the root, in a thread; one at a time, as `_read_in_thread` sees to."""
         if self._watcher is None:
             self._watcher = Watcher(open_root(self.root))
-        with LOOKING.turn(self.root):
+        with LOOKING.take_turn(self.root):
             found = self._watcher.observe_root()
         if self._watched is not None and _has_changed(self._watched, found):
             self.version += 1

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from holdfast.cli.output import format_nbytes, number, one_line
 from holdfast.cli.watch import WatchedRun, age
-from holdfast.cli.web.curves import Curve, draw_on, make_grid, metric_names, rank_metric
+from holdfast.cli.web.curves import MetricCurve, draw_on, make_grid, metric_names, rank_metric
 
 MAX_METRICS, MAX_SETTINGS = 6, 8
 """Columns of metrics and of settings; the page of a run has all."""
@@ -33,7 +33,7 @@ class Row:
 
     name: str
     watched: WatchedRun | None
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, MetricCurve]
     config: Mapping[str, str]
 
     @property

@@ -24,7 +24,7 @@ class Turns:
         self._num_pages = 0
 
     @contextmanager
-    def turn(self, root: str) -> Iterator[None]:
+    def take_turn(self, root: str) -> Iterator[None]:
         """Wait until no other thread reads, and no page is being made."""
         has_turn = "://" not in root and self._turn.acquire(timeout=WAIT_S)
         try:
@@ -36,7 +36,7 @@ class Turns:
                 self._turn.release()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def hold_turns(self) -> Iterator[None]:
         """Begin no turn during the block, which is in the thread of the event loop."""
         self._num_pages += 1
         self._is_idle.clear()
