@@ -356,4 +356,12 @@ MUTANTS = (
         after="        if dry_run and not entries\n        else prune_checkpoints(",
         near=("tests/cli/test_prune_command.py",),
     ),
+    Mutant(
+        name="tensors-of-two-runs-not-compared",
+        promise="I7: a run whose tensors differ after a kill is not proved equal",
+        place="_of_source",
+        before="    for component, differing in tensors.items():\n",
+        after="    for component, differing in ():\n",
+        near=("tests/cli/test_prove.py",),
+    ),
 )
