@@ -129,7 +129,7 @@ def evaluate_root(
     linger: str,
     as_json: bool,
 ) -> int:
-    """Run a command on each checkpoint that lacks a metric, and record the result.
+    """Run a command on each checkpoint that lacks a metric.
 
     {checkpoint} in the command is replaced by the checkpoint's folder, or by ROOT@FOLDER if the
     root is a URL. The last line that the command prints must be a JSON object of numbers, such as
