@@ -101,8 +101,6 @@ SECTIONS = {
         "unpin": ("pin", "Remove the pin of a checkpoint."),
         "tag": ("pin", "Add tags to a checkpoint."),
         "untag": ("pin", "Remove tags from a checkpoint."),
-        "evaluate": ("evaluate", "Run a command on each checkpoint that lacks a metric."),
-        "metric": ("pin", "Add metrics to a checkpoint after its save."),
         "forecast": ("prune", "List the deletions at the next saves, with reasons."),
         "prune": ("prune", "Delete the checkpoints that a retention rule does not keep."),
         "thin": ("rm", "Delete components of a checkpoint, such as the optimizer."),
@@ -118,6 +116,8 @@ SECTIONS = {
         "run": ("run", "Run a training, and restart it when it crashes."),
         "save": ("save", "Ask a running training for a checkpoint, and wait for it."),
         "advise": ("advise", "Recommend how often to save."),
+        "evaluate": ("evaluate", "Run a command on each checkpoint that lacks a metric."),
+        "metric": ("pin", "Add metrics to a checkpoint after its save."),
     },
     "Keys and scripts": {
         "keys": ("keys", "Generate, list and replace the keys of encrypted checkpoints."),
