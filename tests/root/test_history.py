@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -156,16 +157,27 @@ def test_no_value_of_an_acknowledged_save_is_lost_at_any_put(kind: Any) -> None:
             assert losses(found)[: len(acknowledged)] == acknowledged
 
 
+class Unreadable:
+    def __float__(self) -> float:
+        raise RuntimeError
+
+
 def test_a_value_that_is_not_finite_or_no_number(tmp_path: Path) -> None:
     run = new_run()
     with run.manager(tmp_path) as manager:
         manager.resume()
-        given: Mapping[str, Any] = {"a": math.nan, "b": -math.inf, "c": "text", "d": True}
+        given: Mapping[str, Any] = {
+            "a": math.nan,
+            "b": -math.inf,
+            "c": "text",
+            "d": True,
+            "e": Unreadable(),
+        }
         manager.maybe_save(1, metrics=given)
     found = read_history(LocalStore(tmp_path)).curves
     assert math.isnan(found["a"].values[0])
     assert (found["b"].values[0], found["d"].values[0]) == (-math.inf, 1.0)
-    assert "c" not in found
+    assert not {"c", "e"} & {*found}
 
 
 def test_of_several_ranks_the_leader_records() -> None:
@@ -229,16 +241,41 @@ def test_a_damaged_segment_is_named_and_the_others_are_read() -> None:
     assert [key for key, _ in found.unread] == ["history/00000001-000001.json"]
 
 
-def test_columns_of_different_lengths_are_refused_and_a_huge_row_is_cut() -> None:
+def test_columns_of_different_lengths_and_times_of_no_year_are_refused() -> None:
     rows = MetricRows(names=("a",), steps=[1, 2], times=[0.0, 0.0], values=[[1.0]])
     session = HistorySession(epoch=1, nonce=NONCE, resumed_from=None, from_step=0, rows=[rows])
     with pytest.raises(FormatError, match="columns"):
         Segment.decode(Segment(sessions=[session]).encode(), what="x")
+    rows = MetricRows(names=("a",), steps=[1], times=[1e300], values=[[1.0]])
+    session = HistorySession(epoch=1, nonce=NONCE, resumed_from=None, from_step=0, rows=[rows])
+    with pytest.raises(FormatError, match="times"):
+        Segment.decode(Segment(sessions=[session]).encode(), what="x")
+
+
+def test_all_values_of_a_huge_row_stay_but_those_of_names_that_cannot_be_written() -> None:
     store = MemoryStore()
     one = writer(store)
-    one.add_row(1, 0.0, {"m" * 200 + str(number): 1.0 for number in range(5000)})
+    wrong: dict[Any, float] = {"n" * 2_000_000: 1.0, "\ud800": 1.0, 5: 1.0}
+    one.add_row(1, 0.0, {**wrong, **{"m" * 200 + str(number): 1.0 for number in range(5000)}})
+    one.add_row(2, 0.0, {"loss": 1.0})
     one.put_segments()
-    assert 100 < len(read_history(store).curves) < 5000
+    assert len(read_history(store).curves) == 5001
+
+
+def test_a_history_that_someone_removed_goes_on_and_comes_back_from_the_remote_tier(
+    tmp_path: Path,
+) -> None:
+    root = Tiered(tmp_path / "local", tmp_path / "remote")
+    for steps in (range(1, 4), range(4, 7)):
+        with new_run().manager(root) as manager:
+            manager.resume()
+            for step in steps:
+                manager.save(step, metrics={"loss": float(step)}, wait=True)
+                manager.wait()
+                if step == 5:
+                    shutil.rmtree(tmp_path / "local" / "history")
+    for name in ("local", "remote"):
+        assert losses(read_history(LocalStore(tmp_path / name))) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_lost_local_disk_takes_no_curve_with_it(tmp_path: Path) -> None:

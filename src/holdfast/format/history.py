@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from typing_extensions import override
@@ -14,6 +14,11 @@ from holdfast.format.manifest import Hex128, Natural, Positive, Reference, check
 from holdfast.format.strictjson import Record, encode_checked
 
 MAX_SEGMENT_NBYTES = 1024 * 1024
+MAX_TIME_S = 5e10
+"""Longest time before or after 1970, in seconds; dates have years up to 9999."""
+
+Seconds = Annotated[float, msgspec.Meta(ge=-MAX_TIME_S, le=MAX_TIME_S)]
+"""Seconds since 1970 (UTC), in the range of dates."""
 
 Number = float | Literal["nan", "inf", "-inf"]
 """A value of a metric; those that JSON cannot hold are text."""
@@ -24,8 +29,8 @@ class MetricRows(msgspec.Struct, frozen=True, kw_only=True):
 
     names: tuple[str, ...]
     steps: Sequence[Natural]
-    times: Sequence[float]
-    """Seconds since 1970 (UTC), of each row."""
+    times: Sequence[Seconds]
+    """Time of each row."""
     values: Sequence[Sequence[Number]]
     """One column for each name."""
 
@@ -34,8 +39,7 @@ class HistoryEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """A save that committed or failed, or the deletion of a checkpoint."""
 
     what: Literal["saved", "failed", "deleted"]
-    time: float
-    """Seconds since 1970 (UTC)."""
+    time: Seconds
     step: Natural | None = None
     folder: str = ""
     """Folder of the checkpoint; empty if a save failed before it had one."""

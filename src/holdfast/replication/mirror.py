@@ -58,7 +58,7 @@ from holdfast.root.commit import (
     remove_files,
     sync_checkpoint,
 )
-from holdfast.root.history_writer import copy_segments, list_segments
+from holdfast.root.history_writer import are_merged, copy_segments, list_segments
 from holdfast.threads.workers import Background
 
 BACKOFF_S = 1.0
@@ -396,8 +396,12 @@ class Mirror(UploadQueries):
                 copy_segments(self._remote, self._local)
                 self._segments = {*list_segments(self._local)}
             found = copy_segments(self._local, self._remote)
-            self._remote.delete_many(sorted(self._segments.difference(found)))
-            self._segments = {*found}
+            gone = sorted(self._segments.difference(found))
+            if are_merged(gone, self._remote, into=self._local):
+                self._remote.delete_many(gone)
+            else:  # someone has removed them
+                copy_segments(self._remote, self._local)
+            self._segments = {*list_segments(self._local)} if gone else {*found}
         except Exception as error:  # noqa: BLE001 - the next upload tries again
             self._emit_remote("housekeeping_failed", f"the history of metrics: {error!r}")
 

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import msgspec
 
+from holdfast.arguments import escaped
 from holdfast.errors import FormatError, NotFound
 from holdfast.format import layout
 from holdfast.format.history import (
@@ -46,6 +47,8 @@ class _OpenRows:
     """Columns of the rows with values for the same metrics."""
 
     names: tuple[str, ...]
+    rest: tuple[str, ...] = ()
+    """Names of the same row that did not fit into a segment with these."""
     steps: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     values: list[list[Number]] = field(default_factory=list)
@@ -150,9 +153,12 @@ class HistoryWriter:
         while self._waiting and self._nbytes < OPEN_NBYTES:
             step, time_s, values = self._waiting.popleft()
             if (rows := self._rows.get(given := tuple(values))) is None:
-                rows = self._rows[given] = _OpenRows(names=(names := _fit_names(given)))
+                names, rest = _fit_names(given)
+                rows = self._rows[given] = _OpenRows(names=names, rest=rest)
                 rows.values = [[] for _ in names]
                 self._nbytes += sum(map(len, names)) * _NAME_NBYTES
+            if rows.rest:
+                self._waiting.appendleft((step, time_s, {name: values[name] for name in rows.rest}))
             rows.steps.append(step)
             rows.times.append(round(time_s, 3))
             for column, name in zip(rows.values, rows.names, strict=True):
@@ -210,6 +216,19 @@ def copy_segments(source: Store, target: Store) -> dict[str, int]:
     return found
 
 
+def are_merged(keys: Iterable[str], source: Store, *, into: Store) -> bool:
+    """Whether another root has parts of all sessions that these segments of `source` have."""
+    left = {nonce for key in keys for nonce in _read_nonces(source, key)}
+    for key in list_segments(into) if left else ():
+        left -= _read_nonces(into, key)
+    return not left
+
+
+def _read_nonces(store: Store, key: str) -> set[str]:
+    segment = _read_segment(store, key)
+    return set() if segment is None else {session.nonce for session in segment.sessions}
+
+
 def _is_of_same_claim(segment: Segment, other: Segment | None) -> bool:
     """Whether a segment may take the place of another: two roots may be claimed apart."""
     nonces = {session.nonce for session in segment.sessions}
@@ -265,10 +284,17 @@ def _encode_rows(rows: Iterable[_OpenRows]) -> list[MetricRows]:
     ]
 
 
-def _fit_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names, or as many as fit into a segment with one row."""
-    nbytes = accumulate(_VALUE_NBYTES + _NAME_NBYTES * len(name) for name in names)
-    return tuple(name for name, total in zip(names, nbytes, strict=True) if total <= MERGED_NBYTES)
+def _fit_names(names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the first names, as many as fit into a segment with one row, and the rest.
+
+    Without those that no segment can hold: no text, no Unicode, or too long.
+    """
+    given = (name for name in names if isinstance(name, str) and escaped(name) == name)
+    sizes = {name: _VALUE_NBYTES + _NAME_NBYTES * len(name) for name in given}
+    known = [name for name, nbytes in sizes.items() if nbytes <= MERGED_NBYTES]
+    totals = accumulate(sizes[name] for name in known)
+    number = sum(total <= MERGED_NBYTES for total in totals)
+    return tuple(known[:number]), tuple(known[number:])
 
 
 def _drop_half(session: HistorySession) -> HistorySession:

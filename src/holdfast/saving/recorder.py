@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from holdfast.encryption.store import sealed
-from holdfast.errors import DeadlineExceeded, HoldfastError, time_limit
+from holdfast.errors import DeadlineExceeded, HoldfastError, NotFound, time_limit
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.history import HistoryEvent, to_number
@@ -101,7 +101,7 @@ class HistoryRecorder:
                     self._add_tensor(row, name, value)
                 else:
                     row[name] = float(value)
-            except (TypeError, ValueError, RuntimeError, OverflowError):
+            except Exception:  # noqa: BLE001 - code of the user
                 continue  # the next save raises it
         if not row:
             return
@@ -110,8 +110,10 @@ class HistoryRecorder:
             self._unread_rows.append((claim, step, now_s, row))
         else:
             self._rows.append((claim, step, now_s, row))
-        if claim is not None and (now_s >= self._next_put_s or self._is_much()):
+        if claim is not None and (self._is_put_due(now_s) or self._is_much()):
             self._queue_put(now_s)
+        elif len(self._unread) >= _MAX_UNREAD:
+            self.read_devices()
 
     def start_from(self, step: int) -> None:
         """Note the step from which the present claim continues."""
@@ -151,6 +153,9 @@ class HistoryRecorder:
         elif not is_capturing():
             row[name] = held = value.detach().clone().reshape(())
             self._unread.append((row, name, held))
+
+    def _is_put_due(self, now_s: float) -> bool:
+        return not self._next_put_s - PUT_S <= now_s < self._next_put_s  # clocks may be set back
 
     def _is_much(self) -> bool:
         return len(self._rows) >= _MAX_ROWS or len(self._unread) >= _MAX_UNREAD
@@ -222,7 +227,12 @@ class HistoryRecorder:
             present = self._owner.claim
             for nonce, writer in [*self._writers.items()]:
                 writer.from_step = self._starts.get(nonce, 0)
-                writer.put_segments()
+                try:
+                    writer.put_segments()
+                except NotFound:  # someone has removed the folder
+                    if present is not None:
+                        self._make_folder(present)
+                    writer.put_segments()
                 if present is not None and nonce != present.nonce:
                     del self._writers[nonce]
         except Exception as error:  # noqa: BLE001 - invariant 8
@@ -256,9 +266,12 @@ class HistoryRecorder:
 
     def _find_writer(self, claim: Claim) -> HistoryWriter:
         if claim.nonce not in self._writers:
-            expect_claim(self._store, claim)  # a folder made in a moved root would make it anew
-            self._store.make_folder(layout.HISTORY)
+            self._make_folder(claim)
             self._writers[claim.nonce] = HistoryWriter(
                 self._store, epoch=claim.epoch, nonce=claim.nonce, resumed_from=claim.resumed_from
             )
         return self._writers[claim.nonce]
+
+    def _make_folder(self, claim: Claim) -> None:
+        expect_claim(self._store, claim)  # a folder made in a moved root would make it anew
+        self._store.make_folder(layout.HISTORY)
