@@ -17,7 +17,7 @@ MARK = (
     "<!-- From here on written by `python -m tests.cli.page`. Edit src/holdfast/cli instead. -->\n"
 )
 _IN_THE_INTRODUCTION = (
-    *("--json", "--version", "ROOT", "ROOT@WHICH", "ROOT[@WHICH]", "SOURCE", "A", "B"),
+    *("--json", "--trust", "--version", "ROOT", "ROOT@WHICH", "ROOT[@WHICH]", "SOURCE", "A", "B"),
 )
 
 

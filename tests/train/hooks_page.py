@@ -39,9 +39,9 @@ The tables list all hooks in the order of the calls.
 * A callback with `state_dict` and `load_state_dict` is saved and resumed as the component
   `callback-<name>`. `name` defaults to the name of the class. Several callbacks of one class with
   state need names.
-* `watches` lists the metrics that a callback needs. If neither steps nor validations have one, the
-  first validation raises an error. In a run without validations, a name that begins with `val/` is
-  an error, and a warning lists other missing names at the end of the first epoch.
+* `watches` lists the metrics that a callback needs. The first validation raises an error if one is
+  not logged. Without validations, a name that begins with `val/` is an error, and other missing
+  names cause a warning at the end of the first epoch.
 * Call `training.manager.save(training.counters.step)` only in `fit_start`, `step_end`,
   `epoch_end`, `log` and `fit_end`. While `vetoes_ephemeral` is True, the Trainer makes no
   ephemeral checkpoints.
