@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -9,11 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.cli.roots import Result
 from tests.cli.test_run import _signals_are_not_ignored as _signals_are_not_ignored
 
 from holdfast.cli.output import Code
+from holdfast.cli.proving.record import CheckpointRecord
 from holdfast.cli.proving.runs import plan_kills
+from holdfast.cli.supervisor import ChildProcess
+from holdfast.errors import StoreError
+from holdfast.manager import CheckpointManager
 
 Command = Callable[..., Result]
 PROVED = Path(__file__).with_name("proved.py")
@@ -91,6 +98,7 @@ def test_a_fault_is_found_with_its_component(
         ("never resumes", Code.COMMAND_FAILED, "Call resume()"),
         ("starts over", Code.GAVE_UP, "from the beginning"),
         ("fails when resumed", Code.COMMAND_FAILED, "planted"),
+        ("saves no weights", Code.GAVE_UP, "have no tensors"),
     ],
 )
 def test_a_run_that_does_not_resume_is_never_called_equal(
@@ -147,6 +155,42 @@ def test_its_folder_must_be_new_and_the_program_must_exist(
     assert holdfast("prove", "--folder", tmp_path, "--", "x", "{root}").code == Code.USAGE
     missing = holdfast("prove", "--", tmp_path / "no-such-program", "{root}")
     assert (missing.code, "No such file" in missing.err) == (Code.USAGE, True)
+
+
+class _FullDisk:
+    """Watcher that fails as where a file cannot be kept."""
+
+    poll_s = 0.01
+    leader = 0
+
+    def look_around(self, leader: int) -> None:
+        self.leader = leader
+        raise StoreError("full")
+
+
+def test_a_fault_of_the_watcher_leaves_no_process() -> None:
+    watcher = _FullDisk()
+    with ChildProcess(["sleep", "60"], grace_s=1) as child, pytest.raises(StoreError):
+        child.run_to_end(watcher=watcher)
+    with pytest.raises(ProcessLookupError):
+        os.kill(watcher.leader, 0)
+
+
+def test_checkpoints_are_copied_where_no_links_can_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    with CheckpointManager(tmp_path / "run", {"model": torch.nn.Linear(2, 1)}) as manager:
+        manager.save(1, wait=True)
+    monkeypatch.setattr(os, "link", refuse)
+    record = CheckpointRecord(tmp_path / "run", tmp_path / "kept")
+    record.look_again()
+    (save,) = record.committed()
+    assert {file.name for file in (tmp_path / "kept" / save.folder).iterdir()} == {
+        file.name for file in (tmp_path / "run" / save.folder).iterdir()
+    }
 
 
 @pytest.mark.parametrize("num_kills", [1, 3, 20])

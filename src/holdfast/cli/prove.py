@@ -155,7 +155,12 @@ def prove_resume(
     proof = _Proving(shop=shop, timeout=timeout, seed=seed)
     is_kept = folder is not None
     try:
-        proof.find_verdict(kills, signal)
+        try:
+            proof.find_verdict(kills, signal)
+        except UsageError:
+            raise
+        except HoldfastError as error:  # such as a full disk, or a missing key
+            proof.set_verdict("unproved", f"the runs could not be compared: {error}")
         is_kept |= proof.verdict != "equal"
     finally:
         if not is_kept:
@@ -226,7 +231,8 @@ class _Proving:
         write_message(f"{run.name}: {run.duration_s:.1f} s, {saved}")
         return run
 
-    def _set_verdict(self, verdict: Verdict, reason: str) -> None:
+    def set_verdict(self, verdict: Verdict, reason: str) -> None:
+        """Set the verdict and its reason."""
         self.verdict, self.reason = verdict, reason
 
     def _has_ended_well(self, run: RunResult) -> bool:
@@ -234,13 +240,13 @@ class _Proving:
             return True
         where = f" when started again after kill {len(run.kills)}" if run.kills else ""
         if run.is_late:
-            self._set_verdict(
+            self.set_verdict(
                 "unproved",
                 f"the {run.name} run did not end within {self.timeout}{where}: train fewer steps "
                 f"or a smaller model, or raise --timeout. Its output is in {run.log}",
             )
         else:
-            self._set_verdict(
+            self.set_verdict(
                 "failed",
                 f"the command failed{where}, in the {run.name} run: {run.endings[-1]}. The end of "
                 f"{run.log}:\n{_tail_of(run.log)}",
@@ -253,7 +259,7 @@ class _Proving:
             made = (
                 ", ".join(path.name for path in run.folder.iterdir()) if run.folder.exists() else ""
             )
-            self._set_verdict(
+            self.set_verdict(
                 "unproved",
                 "the command committed no checkpoint in {root}"
                 + (f", which has {made}" if made else ", which was not made")
@@ -261,7 +267,7 @@ class _Proving:
                 'every="100step"',
             )
         elif len(steps) == 1:
-            self._set_verdict(
+            self.set_verdict(
                 "unproved",
                 f"the command saved at step {steps[0]} only, so that a killed run has nothing to "
                 "resume from: save at least twice, by a shorter interval in `every`",
@@ -272,30 +278,30 @@ class _Proving:
         self.resumed = _list_resumes(run)
         later = {epoch: step for epoch, step in self.resumed.items() if epoch > 1}
         if not run.kills:
-            self._set_verdict(
+            self.set_verdict(
                 "unproved",
                 "the run ended before a kill: train more steps, or save earlier, so that there is "
                 "time between the first and the last checkpoint",
             )
         elif not later:
-            self._set_verdict(
+            self.set_verdict(
                 "unproved",
                 f"{run.kills[0].signal} did not end the run, or no process has resumed it",
             )
         elif None in later.values():
-            self._set_verdict(
+            self.set_verdict(
                 "unproved",
                 "a restarted process began from the beginning, although there were checkpoints. "
                 "Call checkpoints.resume() before the loop, without a new root or a fresh start",
             )
         elif not any(save.name.epoch > 1 for save in run.record.committed()):
-            self._set_verdict(
+            self.set_verdict(
                 "unproved",
                 "nothing was saved after a resume: train more steps, or save earlier, so that a "
                 "kill is followed by more than one save",
             )
         elif run.kept_roots != self.runs[0].kept_roots:
-            self._set_verdict("unproved", "the killed run has other roots in {root} than the first")
+            self.set_verdict("unproved", "the killed run has other roots in {root} than the first")
         else:
             return True
         return False
@@ -320,6 +326,12 @@ class _Proving:
             self._count_differences(_find_noise(early) | _find_noise(base))
         if self.counted:
             self._conclude_resume()
+        elif not any(pair.has_weights for pair in self.pairs):
+            self.set_verdict(
+                "unproved",
+                "the checkpoints have no tensors, apart from generators, so that nothing is known "
+                'of the weights: add them to the state, as in {"model": model}',
+            )
         else:
             self._conclude_equal()
 
@@ -344,7 +356,7 @@ class _Proving:
         self._count_differences({})
         pair, differences = self._first_difference()
         self.causes = list_causes(pair, differences, is_anyway=True)
-        self._set_verdict(
+        self.set_verdict(
             "anyway",
             f"two undisturbed runs differ already, from step {pair.step} on ({other} differs from "
             "the first), so that nothing is known of the resume",
@@ -355,7 +367,7 @@ class _Proving:
         pair, differences = self._first_difference()
         self.causes = list_causes(pair, differences, is_anyway=False)
         since = self.resumed.get(pair.epoch)
-        self._set_verdict(
+        self.set_verdict(
             "resume",
             f"the runs differ from step {pair.step} on"
             + ("" if since is None else f", after the resume from step {since}")
@@ -366,7 +378,7 @@ class _Proving:
         kills = self.runs[1].kills
         inside = sum(kill.saving is not None for kill in kills)
         how = f"{inside} inside a save" if inside else "none inside a save: its saves are too short"
-        self._set_verdict(
+        self.set_verdict(
             "equal",
             f"equal, bit for bit, after {len(kills)} kill{'s' * (len(kills) > 1)} ({how}): "
             f"{len(self.pairs)} checkpoints, the last at step {self._last_step()}",

@@ -325,7 +325,12 @@ class ChildProcess:
         finally:
             self._has_lived = True
         group, stop = _ProcessGroup(process.pid), _Grace(self._grace_s, limit_s)
-        code = self._wait_for_leader(process, group, stop, watcher)
+        try:
+            code = self._wait_for_leader(process, group, stop, watcher)
+        except BaseException:  # of the watcher
+            group.send_signal(signal.SIGKILL)
+            process.wait()
+            raise
         died_asked = stop.first is not None and code < 0
         has_succeeded = code == 0
         if not has_succeeded and not died_asked:

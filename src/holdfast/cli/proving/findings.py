@@ -13,6 +13,7 @@ from holdfast.cli.output import number, one_line
 from holdfast.cli.proving.runs import RunResult
 from holdfast.cli.sources import open_named
 from holdfast.cli.target import open_root_store, unlocked
+from holdfast.format.layout import RNG
 from holdfast.interop.comparing.differences import SourceDifference, compare_sources
 from holdfast.interop.comparing.pairs import TensorDifference
 from holdfast.interop.source import Source
@@ -78,6 +79,8 @@ class ComparedPair:
     components: tuple[str, ...]
     has_position: bool
     has_schedule: bool
+    has_weights: bool
+    """Whether a component other than the generators has tensors."""
     num_tensors: int
     """Tensors that are equal."""
 
@@ -126,6 +129,7 @@ def _compare_pair(a: Path, one: Entry, b: Path, other: Entry, *, is_last: bool) 
         found = compare_sources(source_a, source_b)
         names = tuple(source_a.parts)
         has_position, has_schedule = _has_position(source_a), _has_schedule(source_a)
+        has_weights = any(part.specs for name, part in source_a.parts.items() if name != RNG)
     differences = [*_of_source(found), *_of_metrics(one, other)]
     if one.step != other.step:
         steps = str(one.step), str(other.step)
@@ -142,6 +146,7 @@ def _compare_pair(a: Path, one: Entry, b: Path, other: Entry, *, is_last: bool) 
         components=names,
         has_position=has_position,
         has_schedule=has_schedule,
+        has_weights=has_weights,
         num_tensors=found.num_equal,
     )
 

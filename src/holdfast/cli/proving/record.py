@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from holdfast.errors import StoreError
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
 
@@ -127,13 +128,24 @@ def read_manifest(folder: Path) -> bytes:
 
 
 def _link_files(folder: Path, kept: Path) -> None:
-    kept.mkdir(parents=True, exist_ok=True)
     try:
+        kept.mkdir(parents=True, exist_ok=True)
         for name in _list_names(folder):
             if (folder / name).is_file():
-                os.link(folder / name, kept / name)
+                _link_or_copy(folder / name, kept / name)
     except FileNotFoundError:  # Deleted in the meantime.
         shutil.rmtree(kept, ignore_errors=True)
+    except OSError as error:
+        raise StoreError(f"{folder}: cannot be kept for the comparison: {error}") from error
+
+
+def _link_or_copy(file: Path, kept: Path) -> None:
+    try:
+        os.link(file, kept)
+    except FileNotFoundError:
+        raise
+    except OSError:  # Another file system, or one without hard links.
+        shutil.copyfile(file, kept)
 
 
 def _folders_below(folder: Path, depth: int) -> Iterator[Path]:

@@ -135,7 +135,10 @@ class Workshop:
                 output=output.fileno(),
             )
             with child:
-                _run_until_done(child, killer, result, goal)
+                try:
+                    _run_until_done(child, killer, result, goal)
+                finally:
+                    _end_leftovers(killer)
         result.duration_s = time.monotonic() - began_s
         if root.exists():
             root.rename(result.folder)
