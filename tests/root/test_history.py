@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +25,7 @@ from holdfast.root import history_writer
 from holdfast.root.catalog import Catalog
 from holdfast.root.history import History, HistoryReader, read_history
 from holdfast.root.history_writer import HistoryWriter
+from holdfast.saving import recorder
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -125,6 +127,21 @@ def test_a_failing_history_fails_no_save_and_is_put_later() -> None:
     found = read_history(store)
     assert losses(found) == [1, 2, 3]
     assert [save.step for save in found.saves] == [1, 2, 3]
+
+
+def test_a_folder_that_cannot_be_made_is_not_tried_at_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_MAX_ROWS", 10)
+    (tmp_path / "history").write_text("mine")
+    seen = Recorder()
+    with new_run().manager(tmp_path, every="1000step", sinks=(seen,)) as manager:
+        manager.resume()
+        for step in range(1, 100):
+            manager.maybe_save(step, metrics={"loss": float(step)})
+            time.sleep(0.003)
+    assert 1 <= len(seen.of("housekeeping_failed")) <= 12
+    assert (tmp_path / "history").read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", ["stop_before", "stop_after"])

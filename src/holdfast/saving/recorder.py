@@ -63,6 +63,8 @@ class HistoryRecorder:
         self._merged = ("", 0)
         """Nonce and number of the open segment when segments were last merged."""
         self._has_deletions = self._is_queued = False
+        self._num_left = 0
+        """Rows that the last put could not hand to a writer."""
         self._next_put_s = time.time() + _FIRST_PUT_S
 
     # In the training thread
@@ -158,7 +160,7 @@ class HistoryRecorder:
         return not self._next_put_s - PUT_S <= now_s < self._next_put_s  # clocks may be set back
 
     def _is_much(self) -> bool:
-        return len(self._rows) >= _MAX_ROWS or len(self._unread) >= _MAX_UNREAD
+        return len(self._rows) - self._num_left >= _MAX_ROWS or len(self._unread) >= _MAX_UNREAD
 
     def _queue_put(self, now_s: float) -> None:
         self.read_devices()
@@ -240,6 +242,7 @@ class HistoryRecorder:
                 "housekeeping_failed",
                 f"the history of metrics was not written, and is tried again: {error!r}",
             )
+        self._num_left = len(self._rows)
 
     def follow_commit(self) -> None:
         """Put new deletions, and merge segments if there are many."""
