@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,15 @@ def test_names_are_checked_at_once_and_deleted_ones_at_the_save(tmp_path: Path) 
         del agent.best
         with pytest.raises(UnsupportedState, match=r"agent\.best"):
             manager.save(1)
+
+
+def test_a_frozen_dataclass_is_refused_before_a_save() -> None:
+    @dataclass(frozen=True)
+    class Progress:
+        episode: int = 0
+
+    with pytest.raises(UsageError, match="frozen"):
+        Attributes(Progress(), "episode")
 
 
 def test_a_getter_and_a_setter_are_a_component(tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ class _Accessor(Attributes):
 
 
 def _find_wrong_names(owner: object, names: tuple[str, ...]) -> Iterator[str]:
+    settings = getattr(type(owner), "__dataclass_params__", None)
+    if settings is not None and settings.frozen:
+        yield "its dataclass is frozen, so that a load could assign nothing"
     for number, name in enumerate(names):
         if not isinstance(name, str) or not name.isidentifier():
             yield f"{name!r} is no name of an attribute"
