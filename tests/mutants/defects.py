@@ -207,14 +207,6 @@ MUTANTS = (
         near=("tests/train/fit/test_saving.py",),
     ),
     Mutant(
-        name="fraction-of-the-run-is-rounded-down",
-        promise="D53: a duration means what it says: the first step with that much done",
-        place="Time.resolve",
-        before="return Time(math.ceil(exact), max_duration.unit)",
-        after="return Time(max(int(exact), 1), max_duration.unit)",
-        near=("tests/policy/test_clock.py",),
-    ),
-    Mutant(
         name="request-honoured-at-every-look",
         promise="D54: one request is one save",
         place="_Tray._new_names",
@@ -229,14 +221,6 @@ MUTANTS = (
         before="        if len(found) > 1:\n            former",
         after="        if len(found) > 2:\n            former",
         near=("tests/train/callbacks/test_callbacks.py",),
-    ),
-    Mutant(
-        name="pattern-names-prefixes-of-segments",
-        promise="D58: a path in a pattern names exactly what it says",
-        place="covers",
-        before="_matches(pattern[at], path[position]):",
-        after="_matches(pattern[at], path[position][: len(pattern[at])]):",
-        near=("tests/state/test_selection.py",),
     ),
     Mutant(
         name="save-inside-an-accumulation-window",

@@ -216,14 +216,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="an-average-stays-in-half-precision",
-        promise="I7: an average of a bfloat16 model moves",
-        place="widened.widen",
-        before="tensor.dtype.itemsize < 4:",
-        after="tensor.dtype.itemsize < 1:",
-        near=("tests/train/test_ema.py",),
-    ),
-    Mutant(
         name="equivalence-check-misses-new-leaves",
         promise="I7: the shipped check finds every difference after a resume",
         place="_check_leaves",
