@@ -199,14 +199,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="two-runs-with-other-weights-are-proved-equal",
-        promise="I7: the command prove finds every difference after a resume",
-        place="Difference.is_of_training",
-        before='self.what in ("tensors", "steps")',
-        after='self.what == "steps"',
-        near=("tests/cli/test_prove.py",),
-    ),
-    Mutant(
         name="checkpoint-evaluated-by-two",
         promise="R10: of several processes one evaluates a checkpoint",
         place="Evaluations._put_claim",
