@@ -16,14 +16,14 @@ from allranks import Member, all_of, on_ranks
 from holdfast import Tiered, add_metrics
 from holdfast.errors import FormatError, StoreError
 from holdfast.events import Emitter
-from holdfast.format.history import HistoryEvent, HistorySession, MetricRows, Segment
+from holdfast.format.history import HistoryEvent, HistorySegment, HistorySession, MetricRows
 from holdfast.format.manifest import Reference
 from holdfast.maintenance.delete import prune_checkpoints
 from holdfast.policy.rules import parse_rule
 from holdfast.replication.copy_checkpoints import copy_checkpoints, plan_copies
 from holdfast.root import history_writer
 from holdfast.root.catalog import Catalog
-from holdfast.root.history import History, HistoryReader, read_history
+from holdfast.root.history import HistoryReader, RunHistory, read_history
 from holdfast.root.history_writer import HistoryWriter
 from holdfast.saving import recorder
 from holdfast.store.base import Store
@@ -39,7 +39,7 @@ def writer(store: Store, epoch: int = 1, resumed_from: Reference | None = None) 
     return HistoryWriter(store, epoch=epoch, nonce=NONCE, resumed_from=resumed_from)
 
 
-def losses(history: History) -> list[float]:
+def losses(history: RunHistory) -> list[float]:
     return list(history.curves["loss"].values)
 
 
@@ -262,11 +262,11 @@ def test_columns_of_different_lengths_and_times_of_no_year_are_refused() -> None
     rows = MetricRows(names=("a",), steps=[1, 2], times=[0.0, 0.0], values=[[1.0]])
     session = HistorySession(epoch=1, nonce=NONCE, resumed_from=None, from_step=0, rows=[rows])
     with pytest.raises(FormatError, match="columns"):
-        Segment.decode(Segment(sessions=[session]).encode(), what="x")
+        HistorySegment.decode(HistorySegment(sessions=[session]).encode(), what="x")
     rows = MetricRows(names=("a",), steps=[1], times=[1e300], values=[[1.0]])
     session = HistorySession(epoch=1, nonce=NONCE, resumed_from=None, from_step=0, rows=[rows])
     with pytest.raises(FormatError, match="times"):
-        Segment.decode(Segment(sessions=[session]).encode(), what="x")
+        HistorySegment.decode(HistorySegment(sessions=[session]).encode(), what="x")
 
 
 def test_all_values_of_a_huge_row_stay_but_those_of_names_that_cannot_be_written() -> None:

@@ -24,7 +24,7 @@ from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.format.manifest import Timestamp
 from holdfast.maintenance.recorded_costs import RecordedStart, read_recorded_costs
 from holdfast.root.catalog import Catalog, Entry
-from holdfast.root.history import History, read_history
+from holdfast.root.history import RunHistory, read_history
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -255,7 +255,7 @@ def _draw(document: Plot, path: Path) -> None:
 
 
 def _recorded(
-    root: str, log: Path | None, entries: Sequence[Entry], history: History, notes: list[str]
+    root: str, log: Path | None, entries: Sequence[Entry], history: RunHistory, notes: list[str]
 ) -> _Record:
     """Read the log of a Trainer, if there is one, and add the history and the manifests; add what
     is amiss to the notes."""
@@ -330,7 +330,7 @@ def _add_manifests(record: _Record, entries: Sequence[Entry]) -> None:
             record.metrics.setdefault(name, {})[entry.step] = value
 
 
-def _paces(history: History) -> list[tuple[datetime, Timestamp] | None]:
+def _paces(history: RunHistory) -> list[tuple[datetime, Timestamp] | None]:
     """Return when some of the steps were recorded; None between sessions."""
     longest = max(history.curves.values(), key=lambda curve: len(curve.steps), default=None)
     if longest is None:
@@ -346,7 +346,7 @@ def _paces(history: History) -> list[tuple[datetime, Timestamp] | None]:
     return found
 
 
-def _left_behind(history: History, series: Sequence[MetricSeries]) -> Iterator[LeftBehind]:
+def _left_behind(history: RunHistory, series: Sequence[MetricSeries]) -> Iterator[LeftBehind]:
     for branch in history.branches:
         for name in dict.fromkeys(one.name for one in series if one.name in branch.curves):
             curve = branch.curves[name]
@@ -354,7 +354,7 @@ def _left_behind(history: History, series: Sequence[MetricSeries]) -> Iterator[L
             yield LeftBehind(session=branch.epoch, name=name, points=points)
 
 
-def _write_table(record: _Record, names: Sequence[str], history: History, path: Path) -> int:
+def _write_table(record: _Record, names: Sequence[str], history: RunHistory, path: Path) -> int:
     """Write the values of metrics by step, with the time of each step; return the number of rows.
 
     Raises:

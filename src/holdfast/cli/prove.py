@@ -20,7 +20,7 @@ from holdfast.cli.options import PATH, argument, command, option
 from holdfast.cli.output import Answer, Code, TextTable, number, one_line, write_message
 from holdfast.cli.proving.findings import (
     ComparedPair,
-    Difference,
+    RunDifference,
     compare_runs,
     find_warnings,
     list_causes,
@@ -206,7 +206,7 @@ class _Proving:
     pairs: Sequence[ComparedPair] = ()
     resumed: dict[int, int | None] = field(default_factory=dict)
     """Step from which each claim of the killed run was resumed, by epoch."""
-    counted: Mapping[int, list[Difference]] = field(default_factory=dict)
+    counted: Mapping[int, list[RunDifference]] = field(default_factory=dict)
     """Differences that count, by the number of the pair."""
     causes: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
@@ -384,7 +384,7 @@ class _Proving:
             f"{len(self.pairs)} checkpoints, the last at step {self._last_step()}",
         )
 
-    def _first_difference(self) -> tuple[ComparedPair, list[Difference]]:
+    def _first_difference(self) -> tuple[ComparedPair, list[RunDifference]]:
         at, differences = next(iter(self.counted.items()))
         return self.pairs[at], differences
 
@@ -455,7 +455,7 @@ def _list_resumes(run: RunResult) -> dict[int, int | None]:
     return found
 
 
-def _describe_differences(differences: Sequence[Difference]) -> list[FoundDifference]:
+def _describe_differences(differences: Sequence[RunDifference]) -> list[FoundDifference]:
     return [
         FoundDifference(
             component=one.component,

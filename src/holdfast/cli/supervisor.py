@@ -234,7 +234,7 @@ _POLL_S = 0.05
 """Pause between checks of processes that are not our children, for which no wait exists."""
 
 
-class Watcher(Protocol):
+class SessionWatcher(Protocol):
     """Interface of an observer that is called again and again while a child runs."""
 
     poll_s: float
@@ -298,7 +298,7 @@ class ChildProcess:
         *,
         stdout: IO[bytes] | None = None,
         limit_s: float = math.inf,
-        watcher: Watcher | None = None,
+        watcher: SessionWatcher | None = None,
     ) -> ChildEnding:
         """Start the command, or another one, and wait for its end; forward signals meanwhile.
 
@@ -358,7 +358,7 @@ class ChildProcess:
         process: subprocess.Popen[bytes],
         group: _ProcessGroup,
         stop: _Grace,
-        watcher: Watcher | None,
+        watcher: SessionWatcher | None,
     ) -> int:
         """Return the exit status, or less the number of the signal that ended the child."""
         while (code := _exit_code(process)) is None:

@@ -68,7 +68,7 @@ class HistorySession(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     events: Sequence[HistoryEvent] = ()
 
 
-class Segment(Record, frozen=True, kw_only=True, omit_defaults=True):
+class HistorySegment(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One file of the history: a part of a session, or merged parts of several."""
 
     kind: ClassVar[str] = "history"

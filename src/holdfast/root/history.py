@@ -17,7 +17,7 @@ import numpy as np
 
 from holdfast.errors import FormatError, NotFound, SealError
 from holdfast.format import layout
-from holdfast.format.history import MAX_SEGMENT_NBYTES, HistoryEvent, HistorySession, Segment
+from holdfast.format.history import MAX_SEGMENT_NBYTES, HistoryEvent, HistorySegment, HistorySession
 from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Reference
 from holdfast.format.records import WriterRecord
@@ -29,7 +29,7 @@ _STEP = re.compile(r"step-(\d{1,18})\b", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class HistoryCurve:
     """Values of one metric, by ascending step."""
 
     steps: Sequence[int]
@@ -45,11 +45,11 @@ class Branch:
     epoch: int
     from_step: int
     """The last step that it shares with the run as it is now."""
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, HistoryCurve]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedStart:
+class HistoryStart:
     """Start of a session that recorded something, or that has a claim."""
 
     epoch: int
@@ -90,15 +90,15 @@ class FailedSave:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class RunHistory:
     """What is recorded of a run, from its first step, whatever was deleted since."""
 
-    curves: Mapping[str, Curve]
+    curves: Mapping[str, HistoryCurve]
     """By metric, the values of the run as it is now: of each session up to the step from which
     the next one resumed."""
     branches: tuple[Branch, ...] = ()
     """What was left behind, oldest first."""
-    starts: tuple[RecordedStart, ...] = ()
+    starts: tuple[HistoryStart, ...] = ()
     """Sessions, oldest first."""
     saves: tuple[HistorySave, ...] = ()
     """In the order of commits."""
@@ -114,7 +114,7 @@ class History:
         return not (self.curves or self.branches or self.saves or self.failures)
 
 
-def read_history(store: Store) -> History:
+def read_history(store: Store) -> RunHistory:
     """Read the history of the run in a root; empty if there is none.
 
     Raises:
@@ -128,11 +128,11 @@ class HistoryReader:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._known: dict[str, tuple[int, Segment | str]] = {}
+        self._known: dict[str, tuple[int, HistorySegment | str]] = {}
         """Segment or error, by key, with the length at which it was read: an open one grows."""
         self._claims: dict[int, WriterRecord | None] = {}
 
-    def read_segments(self) -> dict[str, Segment | str]:
+    def read_segments(self) -> dict[str, HistorySegment | str]:
         """Read all segments by name, or the reason why one cannot be read."""
         prefix = f"{layout.HISTORY}/"
         listed = {
@@ -148,7 +148,7 @@ class HistoryReader:
                 self._known[key] = listed[key], found
         return {key.removeprefix(prefix): found for key, (_, found) in self._known.items()}
 
-    def read_history(self) -> History:
+    def read_history(self) -> RunHistory:
         """Read the history as it is now; empty if there is none.
 
         Raises:
@@ -172,11 +172,11 @@ class HistoryReader:
         starts = self._find_starts(recorded, {save.folder: save for save in saves})
         ends = _find_lineage(starts)
         curves = {epoch: one.curves() for epoch, one in recorded.items()}
-        return History(
+        return RunHistory(
             curves=_join_curves(curves, ends),
             branches=tuple(_find_branches(curves, starts, ends)),
             starts=tuple(
-                RecordedStart(
+                HistoryStart(
                     epoch=epoch,
                     step=step,
                     resumed_from=None if point is None else point.folder,
@@ -195,7 +195,7 @@ class HistoryReader:
             unread=tuple(unread),
         )
 
-    def _read_each(self, keys: Sequence[str]) -> Iterator[Segment | str | None]:
+    def _read_each(self, keys: Sequence[str]) -> Iterator[HistorySegment | str | None]:
         """Read segments, in threads if reads wait for a network; None: merged meanwhile."""
         if self._store.has_folders or len(keys) < 2:
             yield from map(self._read, keys)
@@ -203,10 +203,10 @@ class HistoryReader:
         with ThreadPoolExecutor(_READERS, "holdfast-history") as pool:
             yield from pool.map(self._read, keys)
 
-    def _read(self, key: str) -> Segment | str | None:
+    def _read(self, key: str) -> HistorySegment | str | None:
         try:
             data = read_document(self._store, key, max_nbytes=MAX_SEGMENT_NBYTES)
-            return Segment.decode(data, what=f"{self._store.url}/{key}")
+            return HistorySegment.decode(data, what=f"{self._store.url}/{key}")
         except NotFound:
             return None
         except (FormatError, SealError) as error:
@@ -254,7 +254,7 @@ class _Recorded:
         self.resumed_from: Reference | None = None
         self.from_step, self.every = 0, 1
         self._events: dict[tuple[str, str, float], HistoryEvent] = {}
-        self._parts: dict[str, list[Curve]] = {}
+        self._parts: dict[str, list[HistoryCurve]] = {}
 
     @property
     def has_rows(self) -> bool:
@@ -274,7 +274,7 @@ class _Recorded:
             self._events[event.what, event.folder, event.time] = event
         for rows in session.rows:
             for name, column in zip(rows.names, rows.values, strict=True):
-                part = Curve(
+                part = HistoryCurve(
                     steps=array("q", rows.steps),
                     times=array("d", rows.times),
                     values=array("d", map(float, column)),
@@ -284,26 +284,26 @@ class _Recorded:
     def add_later_metrics(self, event: HistoryEvent) -> None:
         """Add the metrics that a deleted checkpoint of this epoch got after its save."""
         for name, value in event.metrics.items():
-            part = Curve(
+            part = HistoryCurve(
                 steps=array("q", [event.step or 0]),
                 times=array("d", [event.time]),
                 values=array("d", [float(value)]),
             )
             self._parts.setdefault(name, []).append(part)
 
-    def curves(self) -> dict[str, Curve]:
+    def curves(self) -> dict[str, HistoryCurve]:
         """Join the parts of each metric; of values of one step, the last one counts."""
         return {name: _join_parts(parts) for name, parts in self._parts.items() if parts}
 
 
-def _join_parts(parts: Sequence[Curve]) -> Curve:
+def _join_parts(parts: Sequence[HistoryCurve]) -> HistoryCurve:
     steps = np.concatenate([np.asarray(part.steps, np.int64) for part in parts])
     times = np.concatenate([np.asarray(part.times, np.float64) for part in parts])
     values = np.concatenate([np.asarray(part.values, np.float64) for part in parts])
     order = np.lexsort((times, steps))
     ordered = steps[order]
     last = order[np.diff(ordered, append=ordered[-1:] + 1) != 0]
-    return Curve(
+    return HistoryCurve(
         steps=array("q", steps[last].tobytes()),
         times=array("d", times[last].tobytes()),
         values=array("d", values[last].tobytes()),
@@ -324,9 +324,9 @@ def _find_lineage(starts: Mapping[int, tuple[int, Reference | None]]) -> dict[in
 
 
 def _join_curves(
-    curves: Mapping[int, Mapping[str, Curve]], ends: Mapping[int, float]
-) -> dict[str, Curve]:
-    parts: dict[str, list[Curve]] = {}
+    curves: Mapping[int, Mapping[str, HistoryCurve]], ends: Mapping[int, float]
+) -> dict[str, HistoryCurve]:
+    parts: dict[str, list[HistoryCurve]] = {}
     for epoch in sorted(ends):
         for name, curve in curves.get(epoch, {}).items():
             cut = _cut_curve(curve, last=ends[epoch])
@@ -336,7 +336,7 @@ def _join_curves(
 
 
 def _find_branches(
-    curves: Mapping[int, Mapping[str, Curve]],
+    curves: Mapping[int, Mapping[str, HistoryCurve]],
     starts: Mapping[int, tuple[int, Reference | None]],
     ends: Mapping[int, float],
 ) -> Iterator[Branch]:
@@ -351,9 +351,9 @@ def _find_branches(
             yield Branch(epoch=epoch, from_step=int(shared), curves=left)
 
 
-def _cut_curve(curve: Curve, *, after: float = -1, last: float = math.inf) -> Curve:
+def _cut_curve(curve: HistoryCurve, *, after: float = -1, last: float = math.inf) -> HistoryCurve:
     part = slice(bisect_right(curve.steps, after), bisect_right(curve.steps, last))
-    return Curve(steps=curve.steps[part], times=curve.times[part], values=curve.values[part])
+    return HistoryCurve(steps=curve.steps[part], times=curve.times[part], values=curve.values[part])
 
 
 def _collect_saves(recorded: Mapping[int, _Recorded]) -> list[HistorySave]:

@@ -19,10 +19,10 @@ from holdfast.format import layout
 from holdfast.format.history import (
     MAX_SEGMENT_NBYTES,
     HistoryEvent,
+    HistorySegment,
     HistorySession,
     MetricRows,
     Number,
-    Segment,
     to_number,
 )
 from holdfast.format.manifest import Reference
@@ -167,7 +167,7 @@ class HistoryWriter:
             self._is_changed = True
 
     def _put_segment(self, number: int, sessions: Sequence[HistorySession]) -> None:
-        data = Segment(sessions=sessions).encode()
+        data = HistorySegment(sessions=sessions).encode()
         self._store.put(layout.history_key(self._session.epoch, number), data)
 
     def _replace_segments(self, keys: Sequence[str], *, drops_half: bool = False) -> None:
@@ -229,16 +229,16 @@ def _read_nonces(store: Store, key: str) -> set[str]:
     return set() if segment is None else {session.nonce for session in segment.sessions}
 
 
-def _is_of_same_claim(segment: Segment, other: Segment | None) -> bool:
+def _is_of_same_claim(segment: HistorySegment, other: HistorySegment | None) -> bool:
     """Whether a segment may take the place of another: two roots may be claimed apart."""
     nonces = {session.nonce for session in segment.sessions}
     return other is None or nonces >= {session.nonce for session in other.sessions}
 
 
-def _read_segment(store: Store, key: str) -> Segment | None:
+def _read_segment(store: Store, key: str) -> HistorySegment | None:
     try:
         data = read_document(store, key, max_nbytes=MAX_SEGMENT_NBYTES)
-        return Segment.decode(data, what=f"{store.url}/{key}")
+        return HistorySegment.decode(data, what=f"{store.url}/{key}")
     except (FormatError, NotFound):
         return None
 

@@ -34,7 +34,7 @@ What = Literal["tensors", "values", "generators", "metrics", "steps"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class RunDifference:
     """Values of a checkpoint that differ in two runs: of one component, and of one kind."""
 
     component: str
@@ -75,7 +75,7 @@ class ComparedPair:
     a: Path
     b: Path
     is_last: bool
-    differences: tuple[Difference, ...]
+    differences: tuple[RunDifference, ...]
     components: tuple[str, ...]
     has_position: bool
     has_schedule: bool
@@ -134,7 +134,8 @@ def _compare_pair(a: Path, one: Entry, b: Path, other: Entry, *, is_last: bool) 
     if one.step != other.step:
         steps = str(one.step), str(other.step)
         differences.insert(
-            0, Difference(component="run", what="steps", path="last step", a=steps[0], b=steps[1])
+            0,
+            RunDifference(component="run", what="steps", path="last step", a=steps[0], b=steps[1]),
         )
     return ComparedPair(
         step=one.step,
@@ -151,27 +152,27 @@ def _compare_pair(a: Path, one: Entry, b: Path, other: Entry, *, is_last: bool) 
     )
 
 
-def _of_source(found: SourceDifference) -> Iterator[Difference]:
+def _of_source(found: SourceDifference) -> Iterator[RunDifference]:
     """Yield the differences of components; the tensors of a component together."""
     tensors: dict[str, list[TensorDifference]] = {}
     for one in found.tensors:
         tensors.setdefault(one.tensor.partition(":")[0], []).append(one)
     for value in found.values:
         component, _, path = value.path.partition(":")
-        yield Difference(
+        yield RunDifference(
             component=component, what="values", path=path, a=value.a or "–", b=value.b or "–"
         )
     for lost in found.not_compared:
         component, _, path = lost.path.partition(":")
-        yield Difference(
+        yield RunDifference(
             component=component, what="values", path=path, a="not compared", b=one_line(lost.why)
         )
     for generator in found.generators:
         component, _, path = generator.path.partition(":")
-        yield Difference(component=component, what="generators", path=path, a="", b="")
+        yield RunDifference(component=component, what="generators", path=path, a="", b="")
     for component, differing in tensors.items():
         norms = [one.relative_norm for one in differing if one.relative_norm is not None]
-        yield Difference(
+        yield RunDifference(
             component=component,
             what="tensors",
             path=differing[0].tensor.partition(":")[2],
@@ -182,12 +183,14 @@ def _of_source(found: SourceDifference) -> Iterator[Difference]:
         )
 
 
-def _of_metrics(one: Entry, other: Entry) -> Iterator[Difference]:
+def _of_metrics(one: Entry, other: Entry) -> Iterator[RunDifference]:
     a, b = one.manifest.metrics, other.manifest.metrics
     for name in dict.fromkeys([*a, *b]):
         texts = [repr(side[name]) if name in side else "–" for side in (a, b)]
         if texts[0] != texts[1]:
-            yield Difference(component="metrics", what="metrics", path=name, a=texts[0], b=texts[1])
+            yield RunDifference(
+                component="metrics", what="metrics", path=name, a=texts[0], b=texts[1]
+            )
 
 
 def _has_position(source: Source) -> bool:
@@ -214,13 +217,13 @@ def _holds_name(tree: object, name: str, depth: int) -> bool:
 
 
 def list_causes(
-    pair: ComparedPair, differences: Sequence[Difference], *, is_anyway: bool
+    pair: ComparedPair, differences: Sequence[RunDifference], *, is_anyway: bool
 ) -> list[str]:
     """List common causes of the first differences of two runs, the likeliest first."""
     return [*(_causes_anyway(differences) if is_anyway else _causes_of_resume(pair, differences))]
 
 
-def _causes_anyway(differences: Sequence[Difference]) -> Iterator[str]:
+def _causes_anyway(differences: Sequence[RunDifference]) -> Iterator[str]:
     generators = [one.path for one in differences if one.what == "generators"]
     if generators:
         yield (
@@ -247,7 +250,7 @@ def _causes_anyway(differences: Sequence[Difference]) -> Iterator[str]:
         yield "the time, a process number or a path that the training uses"
 
 
-def _causes_of_resume(pair: ComparedPair, differences: Sequence[Difference]) -> Iterator[str]:
+def _causes_of_resume(pair: ComparedPair, differences: Sequence[RunDifference]) -> Iterator[str]:
     found = {one.what for one in differences}
     rates = [one for one in differences if one.what == "values" and _RATES.search(one.path)]
     moved = [one for one in differences if _is_position(one)]
@@ -291,7 +294,7 @@ def _causes_of_resume(pair: ComparedPair, differences: Sequence[Difference]) -> 
         )
 
 
-def _is_position(one: Difference) -> bool:
+def _is_position(one: RunDifference) -> bool:
     """Whether an integer of a component of the data differs."""
     is_data = any(word in one.component for word in _POSITIONS)
     return is_data and one.what == "values" and one.a.isdecimal() and one.b.isdecimal()

@@ -106,7 +106,7 @@ class CurveReader:
         return Answer(document=RunCurves(curves=tuple(curves), config=config), parts=[])
 
 
-def _to_curve(name: str, found: history.Curve, branch: int = 0) -> MetricCurve:
+def _to_curve(name: str, found: history.HistoryCurve, branch: int = 0) -> MetricCurve:
     steps, times, values = (
         np.array(column, np.float64) for column in (found.steps, found.times, found.values)
     )
