@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -27,6 +28,8 @@ STEPS = 60
 
 def main(root: str, fault: str) -> None:
     torch.set_num_threads(1)
+    if fault == "ignores SIGTERM":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if fault != "unseeded":
         random.seed(0)
         np.random.seed(0)
@@ -65,6 +68,10 @@ def main(root: str, fault: str) -> None:
             if fault == "fails when resumed" and found and step > found.step + 2:
                 raise RuntimeError("planted")
             manager.maybe_save(step, metrics=metrics_of(loss, teacher, fault))
+    if fault == "ignores SIGTERM":
+        with CheckpointManager(root, state) as manager:
+            manager.resume()
+            manager.save(STEPS + 1, wait=True)
 
 
 def make_dataset() -> TensorDataset:

@@ -108,6 +108,15 @@ def test_a_run_that_does_not_resume_is_never_called_equal(
     assert (result.code, reason in result.document["reason"]) == (code, True), result.out
 
 
+@pytest.mark.timeout(200)
+@pytest.mark.full
+def test_a_second_claim_of_a_process_that_ignores_the_signal_is_no_resume(
+    holdfast: Command,
+) -> None:
+    result = prove(holdfast, "ignores SIGTERM", "--kills", 1, "--signal", "TERM")
+    assert (result.code, "did not end" in result.document["reason"]) == (Code.GAVE_UP, True)
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.full
 def test_ranks_of_torchrun_are_killed_together_or_one_alone(

@@ -25,7 +25,7 @@ from holdfast.cli.proving.findings import (
     find_warnings,
     list_causes,
 )
-from holdfast.cli.proving.runs import RunResult, Workshop
+from holdfast.cli.proving.runs import ALL, RunResult, Workshop
 from holdfast.cli.target import open_root_store, unlocked
 from holdfast.errors import HoldfastError, UsageError
 from holdfast.policy.clock import Unit, parse
@@ -277,13 +277,14 @@ class _Proving:
     def _has_resumed(self, run: RunResult, num_kills: int) -> bool:
         self.resumed = _list_resumes(run)
         later = {epoch: step for epoch, step in self.resumed.items() if epoch > 1}
+        was_restarted = len(run.endings) > 1 or any(kill.target != ALL for kill in run.kills)
         if not run.kills:
             self.set_verdict(
                 "unproved",
                 "the run ended before a kill: train more steps, or save earlier, so that there is "
                 "time between the first and the last checkpoint",
             )
-        elif not later:
+        elif not (later and was_restarted):
             self.set_verdict(
                 "unproved",
                 f"{run.kills[0].signal} did not end the run, or no process has resumed it",

@@ -20,6 +20,8 @@ from holdfast.system import IS_LINUX, PROC
 
 VARIABLE = "HOLDFAST_PROVE"
 """Environment variable by which all processes of a run are found, whatever their group is."""
+ALL = "all processes"
+"""Target of a kill that is not of one rank alone, which its launcher may start again."""
 _GRACE_S = 10.0
 _POLL_S = 0.004
 _POLL_IN_SAVE_S = 0.0005
@@ -232,7 +234,7 @@ class Killer:
 
     def _kill_run(self, leader: int, epoch: int, saving: Sequence[SeenSave]) -> None:
         ranks = self._find_ranks()
-        target, processes = "all processes", [leader, *self.find_processes()]
+        target, processes = ALL, [leader, *self.find_processes()]
         if self._signal is not signal.SIGKILL:
             # As a scheduler sends it: launchers forward it themselves.
             with suppress(ProcessLookupError):
