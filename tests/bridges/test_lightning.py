@@ -316,6 +316,20 @@ def test_the_words_of_lightning_mean_ours_beside_its_own_callback(
     forks.assert_equal(dict(module.state_dict()), holdfast.load_weights(f"{tmp_path}/run@{name}"))
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_best_is_that_of_lightnings_own_callback_where_ours_has_no_metric(
+    is_first: bool, tmp_path: Path
+) -> None:
+    saving = HoldfastCheckpoint(tmp_path / "run", every="2step")
+    theirs = ModelCheckpoint(tmp_path / "theirs", monitor="val_loss")
+    made = trainer(*((saving, theirs) if is_first else (theirs, saving)), max_steps=7)
+    module, data = Regression(), Loader(Noisy(), batch_size=22)
+    made.fit(module, train_data(), data)
+    made.test(module, data, ckpt_path="best", verbose=False)
+    best = torch.load(theirs.best_model_path, weights_only=False)["state_dict"]
+    forks.assert_equal(dict(module.state_dict()), best)
+
+
 @pytest.mark.parametrize("part", [None, "net"])
 def test_a_module_is_made_of_a_root_as_of_a_file(part: str | None, tmp_path: Path) -> None:
     """With its hyper-parameters, and what its hooks have saved."""

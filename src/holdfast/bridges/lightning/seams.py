@@ -96,7 +96,10 @@ def find_last(callback: type[Any]) -> None:
         path = ours.best_model_path if ckpt_path == "best" else ours.last_model_path
         if path or (ckpt_path == "last" and state_fn.value == "fit"):
             return path or None  # a fit begins the run
-        if any(getattr(one, f"{ckpt_path}_model_path", "") for one in others):
+        theirs = [found for one in others if (found := getattr(one, f"{ckpt_path}_model_path", ""))]
+        if theirs and ckpt_path == "best":
+            return theirs[0]  # Lightning asks the first callback alone, which may be ours
+        if theirs:
             return original(connector, state_fn, ckpt_path, *args, **options)
         lack = "no checkpoint" if ckpt_path == "last" else _NO_BEST
         raise UsageError(f"ckpt_path={ckpt_path!r}: {ours.checkpoints.root} has {lack}")
