@@ -134,7 +134,7 @@ def test_options_beside_a_record_are_refused_by_name() -> None:
     """They would silently do nothing, or it would."""
     record = Checkpoints(MemoryStore(), every="2step")
     with pytest.raises(
-        UsageError, match=r"keep, label: not together with a Checkpoints; .*keep=…, label"
+        UsageError, match=r"keep, label: cannot be combined with a Checkpoints; .*keep=…, label"
     ):
         CheckpointManager(record, new_run().state, keep=Last(1), label="x{step}")
     options: Any = {"max_duration": "5step", "on_failure": "warn"}

@@ -139,8 +139,8 @@ class Checkpoints:
         beside = [name for name, value in options.items() if value != defaults[name]]
         if beside:
             raise UsageError(
-                f"{', '.join(beside)}: not together with a Checkpoints; write Checkpoints(root, "
-                f"{', '.join(f'{name}=…' for name in beside)})"
+                f"{', '.join(beside)}: cannot be combined with a Checkpoints; use "
+                f"Checkpoints(root, {', '.join(f'{name}=…' for name in beside)})"
             )
         return given
 

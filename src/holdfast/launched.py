@@ -85,5 +85,5 @@ def _read_environment(name: str) -> int | None:
     if not text:
         return None
     if not text.isdecimal():
-        raise UsageError(f"the environment has {name}={text!r}, which is no rank")
+        raise UsageError(f"the environment has {name}={text!r}, which is not a valid rank")
     return int(text)

@@ -80,7 +80,7 @@ def private_memory(nbytes: int, *, is_wiped_on_fork: bool = False) -> mmap.mmap:
         else:
             found = mmap.mmap(-1, max(nbytes, 1))
     except (OSError, OverflowError) as error:
-        raise OutOfMemory(f"{nbytes} bytes of memory are not to be had: {error}") from error
+        raise OutOfMemory(f"{nbytes} bytes of memory cannot be allocated: {error}") from error
     if sys.platform == "linux" and hasattr(mmap, "MADV_HUGEPAGE"):
         for advice in (mmap.MADV_HUGEPAGE, *([_WIPE_ON_FORK] if is_wiped_on_fork else [])):
             # Only advice: a kernel that lacks it keeps ordinary pages, and copies on fork.

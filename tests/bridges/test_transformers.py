@@ -823,7 +823,7 @@ def test_an_epoch_that_a_callback_ends_is_warned_of(tmp_path: Path) -> None:
     trainer(tmp_path, max_steps=15, more=[Ends()], sinks=[told.append]).train()
     (warning,) = [one.message for one in told if one.kind == "warning"]
     assert "has ended an epoch at step 1 (should_epoch_stop)" in warning
-    with pytest.raises(UsageError, match="its data stands at"):
+    with pytest.raises(UsageError, match="its data position is batch"):
         trainer(tmp_path, max_steps=15).train()
 
 

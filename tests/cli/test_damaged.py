@@ -127,10 +127,10 @@ def test_what_is_not_damaged_so_is_refused(holdfast: Command, root: Path) -> Non
         (sound.name, "its manifest is sound", 2),
         (folder_of(root, 200).name, "its manifest is sound", 2),
         (sound.name.replace("step", "stop"), "no such folder", 3),
-        ("step=300", "no name of a checkpoint's folder", 2),
-        ("../run", "no name of a checkpoint's folder", 2),
-        ("writers", "no name of a checkpoint's folder", 2),
-        ("", "no name of a checkpoint's folder", 2),
+        ("step=300", "not the name of a checkpoint's folder", 2),
+        ("../run", "not the name of a checkpoint's folder", 2),
+        ("writers", "not the name of a checkpoint's folder", 2),
+        ("", "not the name of a checkpoint's folder", 2),
     ):
         result = holdfast("gc", root, "--damaged", name, "--yes")
         assert (result.code, word in result.err) == (code, True), (name, result)

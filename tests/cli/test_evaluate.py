@@ -74,8 +74,8 @@ def test_each_checkpoint_gets_its_value_oldest_first(holdfast: Command, tmp_path
     [
         ("echo no memory; exit 3", "status 3: no memory"),
         ("kill -9 $$", "SIGKILL"),
-        ("echo '[1]'", "no JSON object with 'acc'"),
-        ("echo '{\"loss\": 1}'", "no JSON object with 'acc'"),
+        ("echo '[1]'", "not a JSON object with 'acc'"),
+        ("echo '{\"loss\": 1}'", "not a JSON object with 'acc'"),
         ('echo \'{"acc": "high"}\'', "not one number"),
         ("sleep 60", "killed after 0.2 s"),
     ],

@@ -733,7 +733,7 @@ def test_what_is_no_part_of_a_checkpoint_is_neither_sealed_for_nobody_nor_stored
     with pytest.raises(errors.FormatError):  # notes on uploads pass, and nothing else there
         sealed.put("uploads/step.json", CANARY.encode())
     for key in ("sending-0123456789abcdef/a", "best/a-00000.json"):
-        with pytest.raises(errors.UsageError, match="only attempts are written"):
+        with pytest.raises(errors.UsageError, match="accepts only folders of saves"):
             sealed.put(key, CANARY.encode())
     assert not stored(store)
 

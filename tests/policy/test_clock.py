@@ -87,9 +87,9 @@ def test_text_with_a_unit_is_read(text: str, value: float, unit: Unit) -> None:
         ("1.5step", "whole number"),
         ("1e9999tok", "whole number, at most"),
         ("1e9999h", "seconds"),
-        ("30m1h", "larger unit to the smaller"),
-        ("1h1h", "larger unit to the smaller"),
-        ("1h5step", "larger unit to the smaller"),
+        ("30m1h", "from large to small"),
+        ("1h1h", "from large to small"),
+        ("1h5step", "from large to small"),
         ("1ep5step", "can be combined"),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_local_rank_that_nobody_knows_is_not_made_up(monkeypatch: pytest.Monke
     ("environment", "message"),
     [
         ({"RANK": "8", "WORLD_SIZE": "8"}, "rank=8 must be from 0 to 7"),
-        ({"RANK": "one", "WORLD_SIZE": "8"}, "RANK='one', which is no rank"),
+        ({"RANK": "one", "WORLD_SIZE": "8"}, "RANK='one', which is not a valid rank"),
     ],
 )
 def test_an_environment_that_contradicts_itself_is_refused(

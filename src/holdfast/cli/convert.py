@@ -321,10 +321,10 @@ def export_checkpoint(
         if not is_foreign(target):
             return _export_dcp(target, out, unsafe_pickle=unsafe_pickle)
         if unsafe_pickle:
-            raise UsageError("--unsafe-pickle: does something for a checkpoint of a root alone")
+            raise UsageError("--unsafe-pickle only applies to a checkpoint of a root")
         return _export_file_to_dcp(target, out, allow_loss=allow_loss)
     if unsafe_pickle:
-        raise UsageError("--unsafe-pickle: does something with --to dcp alone")
+        raise UsageError("--unsafe-pickle only applies to --to dcp")
     from holdfast.interop.exporting.export import Export, ExportOptions
     from holdfast.interop.renaming import read_rules
 

@@ -284,7 +284,7 @@ class _Evaluator:
             found = None
         if not isinstance(found, dict) or self._metric not in found:
             raise ValueError(
-                f"the last line of the output is no JSON object with {self._metric!r}: "
+                f"the last line of the output is not a JSON object with {self._metric!r}: "
                 f"{last[:200]!r}"
             )
         return checked_metrics(found)
@@ -331,7 +331,7 @@ class _Evaluator:
             give_line(EvaluateEnd(summary=summary))
             return
         for one in summary.failed:
-            write_message(f"left without {self._metric}: {one.folder}: {one.why}")
+            write_message(f"no value of {self._metric}: {one.folder}: {one.why}")
         for one in summary.elsewhere:
             write_message(f"{one.folder} is being evaluated by {one.why}")
         write_message(f"{summary.evaluated} evaluated")

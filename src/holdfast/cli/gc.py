@@ -275,20 +275,20 @@ def _other_tier(store: Store, folder: str) -> list[str]:
         return []  # damaged in the other tier, too
     except HoldfastError as error:
         raise StoreError(
-            f"{folder}: nothing was deleted, for {tiers.remote}, which may have it whole, cannot "
-            f"be asked: {error}"
+            f"{folder}: nothing was deleted. Could not check whether {tiers.remote} has an intact "
+            f"copy: {error}"
         ) from error
     if isinstance(listing, Manifest | Visible):
         raise UsageError(
-            f"{folder}: nothing was deleted, for {tiers.remote} has it: a resume with both tiers "
-            "that reads it mends it from there"
+            f"{folder}: nothing was deleted, because {tiers.remote} has a copy. A resume with both "
+            "tiers repairs the checkpoint from it"
         )
     return []
 
 
 _TIERED = (
-    "the run has two tiers, and nothing here names the other: look there first, and delete nothing "
-    "that is whole there"
+    "the run has two tiers, and this root does not name the other one. Look there before you "
+    "delete a checkpoint of which it has an intact copy"
 )
 
 

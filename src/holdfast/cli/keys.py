@@ -179,17 +179,17 @@ def rotate(
     to = KeySources(files=to_files, variables=to_variables, commands=to_commands)
     old, new = keys_of(NAMED.get(KeySources())), keys_of(to)
     if not old:
-        raise UsageError("keys rotate: name the keys of now with --key-file before the command")
+        raise UsageError("keys rotate: pass the current keys with --key-file before the command")
     if not new:
-        raise UsageError("keys rotate: name the new keys with --to-file, --to-env or --to-command")
+        raise UsageError("keys rotate: pass the new keys with --to-file, --to-env or --to-command")
     store = bare(open_root(root))
     done = [*rotate_root(store, old, new, keeps_old=keep_old)]
     lines = [f"{item.outcome:<6}  {item.folder}  {item.reason}".rstrip() for item in done]
     failed = any(item.outcome == "failed" for item in done)
     lines.append(
-        "some failed: run it again when that is mended, and keep the keys before until then"
+        "some failed: fix the cause, run it again, and keep the old keys until then"
         if failed
-        else f"{len(done)} checkpoints: opened by {', '.join(key.name for key in new)}"
+        else f"{len(done)} checkpoints can be opened by {', '.join(key.name for key in new)}"
     )
     document = KeysRotate(root=store.url, checkpoints=_list_rotated(done))
     return Answer(document=document, parts=lines, code=Code.FOUND if failed else Code.OK)

@@ -292,7 +292,7 @@ class _Proving:
         elif None in later.values():
             self.set_verdict(
                 "unproved",
-                "a restarted process began from the beginning, although there were checkpoints. "
+                "a restarted process started from step 0, although there were checkpoints. "
                 "Call checkpoints.resume() before the loop, without a new root or a fresh start",
             )
         elif not any(save.name.epoch > 1 for save in run.record.committed()):

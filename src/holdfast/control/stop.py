@@ -404,7 +404,7 @@ def _parse_signals(what: str, names: Iterable[str]) -> tuple[int, ...]:
     ]
     if wrong or isinstance(names, str):
         raise UsageError(
-            f"{what}={names!r}: {', '.join(wrong) or 'a text'} will not do; give names of signals "
+            f"{what}={names!r}: {', '.join(wrong) or 'a string'} is not accepted; pass names of signals "
             "that can be handled, such as ('SIGTERM', 'SIGINT')"
         )
     numbers = [int(signal.Signals[name]) for name in given]

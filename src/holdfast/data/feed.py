@@ -211,8 +211,8 @@ class Feed(ABC):
             self._num_steps = start
         if self._num_steps is None:
             raise UsageError(
-                f"steps(): the {self._name}'s position was saved by a loop without steps(), and "
-                "does not tell how many are done: give steps(start=found.step)"
+                f"steps(): the {self._name}'s position was saved by a loop without steps(), so "
+                "the number of completed steps is unknown: use steps(start=found.step)"
             )
         self._is_numbered = True
         return ((self._num_steps or 0, batch) for batch in self)

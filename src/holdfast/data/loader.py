@@ -448,8 +448,8 @@ class Loader(Feed):
             return self._carry_on(stored, notes)
         of_all = "" if self._is_alone else " (batch_size counts all ranks together)"
         raise UsageError(
-            f"the position is batch {batch} of epoch {epoch}, and means nothing in "
-            f"an epoch of another shape{of_all}:\n"
+            f"the position is batch {batch} of epoch {epoch}, which does not exist "
+            f"in an epoch of another shape{of_all}:\n"
             + listing(
                 f"{name}: stored {stored.get(name)}, here {settings.get(name)}"
                 for name in differing

@@ -562,7 +562,9 @@ class SealedStore(WrappedStore):
     def _attempt(self, folder: str) -> _Attempt:
         if layout.parse_attempt(folder) is None:
             # Its keys would never be stored, and it must not be stored unencrypted.
-            raise UsageError(f"{self.url}/{folder}: only attempts are written into a sealed root")
+            raise UsageError(
+                f"{self.url}/{folder}: an encrypted root accepts only folders of saves"
+            )
         with self._lock:
             if folder not in self._attempts:
                 self._attempts[folder] = self._new_attempt()

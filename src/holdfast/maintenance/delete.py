@@ -218,7 +218,7 @@ def _expect_components(entry: Entry, components: Sequence[str]) -> None:
         )
     if {*components} >= {*known}:
         raise UsageError(
-            f"{entry.folder}: nothing was dropped, for nothing would be left. To delete the whole "
+            f"{entry.folder}: nothing was dropped, because these are all of its components. To delete the whole "
             "checkpoint: holdfast rm"
         )
 
@@ -372,7 +372,9 @@ class Damaged:
 def examine_damaged(store: Store, folder: str) -> Damaged:
     """Describe a checkpoint whose manifest is damaged or lost. Writes nothing."""
     if layout.parse_attempt(folder) is None:
-        raise UsageError(f"{folder!r} is no name of a checkpoint's folder; `holdfast ls` has them")
+        raise UsageError(
+            f"{folder!r} is not the name of a checkpoint's folder; `holdfast ls` lists the names"
+        )
     files = tuple(
         (info.key.removeprefix(f"{folder}/"), info.nbytes) for info in store.list(f"{folder}/")
     )

@@ -137,8 +137,8 @@ def _rotate_one(
         is_new = True
     if others:
         raise FormatError(
-            f"{store.url}: {some_of(others)}: not known to be keys of Holdfast, so left alone. If "
-            "it was a box of the old keys, and is damaged, delete it; else move it elsewhere"
+            f"{store.url}: {some_of(others)}: not a valid key file of Holdfast, so it was not "
+            "changed. Delete it if it is a damaged file of the old keys; otherwise move it elsewhere"
         )
     return is_new
 
@@ -180,6 +180,8 @@ def put_box(store: Store, folder: str, newest: int, box: KeyBox) -> int:
         except AlreadyExists:
             continue
         if store.get(key) != data:
-            raise CommitConflict(f"{store.url}/{key}: other keys are there than were put")
+            raise CommitConflict(
+                f"{store.url}/{key}: the stored keys differ from the ones that were written"
+            )
         return number
-    raise CommitConflict(f"{store.url}/{folder}: no number is free behind keys-{newest:04d}.json")
+    raise CommitConflict(f"{store.url}/{folder}: no number is left after keys-{newest:04d}.json")

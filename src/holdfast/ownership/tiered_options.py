@@ -42,7 +42,7 @@ class Lag:
         assert self.time is not None
         at, before = self.time.unit.read_progress(now), self.time.unit.read_progress(then)
         if at is None:
-            raise UsageError(f"max_lag='{self.time}': this run does not count that")
+            raise UsageError(f"max_lag='{self.time}': this run does not count this unit")
         return at - (before or 0) > self.time.value
 
 
@@ -81,7 +81,9 @@ class TierRules:
             return cls(local=rule, remote=rule)
         options = root.options
         if keep is not None and options.keep_local is not None:
-            raise UsageError("keep= and Tiered(keep_local=…) are about the same: give one of them")
+            raise UsageError(
+                "keep= and Tiered(keep_local=…) set the same rule: pass only one of them"
+            )
         remote = combined_rule(options.keep_remote, savers, parts)
         if options.keep_local == 0:
             return cls(local=Nothing(), remote=remote)

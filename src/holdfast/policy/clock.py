@@ -329,7 +329,7 @@ def _parse_count(number: Decimal, unit: str) -> Time:
 def _clock_time(parts: list[tuple[Decimal, str]]) -> Time:
     sizes = [_SECONDS.get(unit, 0) for _, unit in parts]
     if sizes != sorted(set(sizes), reverse=True) or 0 in sizes:
-        raise UsageError("parts must go from the larger unit to the smaller, each once, like 1h30m")
+        raise UsageError("list units from large to small, each once, as in 1h30m")
     if any(number < 0 for number, _ in parts):
         raise UsageError("must be above zero")
     seconds = sum(

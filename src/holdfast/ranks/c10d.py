@@ -534,12 +534,12 @@ class C10d(Coordinator):
         if os.getpid() != self._pid:
             raise UsageError(
                 f"process {self._pid} made this coordinator, and process {os.getpid()} is a fork "
-                "of it, which must not use its connection: leave the agreement to the former"
+                "of it, which must not use its connection. Make these calls in the parent process"
             )
         if timeout_s <= 0:
             raise DeadlineExceeded(
-                f"rank {self.rank}: the time for this call was over before it could say anything "
-                "to the other ranks: it has waited too long before"
+                f"rank {self.rank}: the time limit passed before this call could send a message to "
+                "the other ranks, because of an earlier wait"
             )
         future: Future[T] = Future()
         self._threads.start_call(partial(self._do, future, job, timeout_s))

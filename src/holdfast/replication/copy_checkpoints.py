@@ -133,8 +133,8 @@ def _planned(source: Store, target: Store, folder: str) -> PlannedCopy:
     if isinstance(there, Aborted | Deleted):
         what = type(there).__name__.lower()
         raise NoCheckpoint(
-            f"{target.url}/{folder}: it was {what} there by {there.by} ({there.reason}), which is "
-            "final; copy it to another root"
+            f"{target.url}/{folder}: {what} there by {there.by} ({there.reason}) and cannot be "
+            "copied there again; copy it to another root"
         )
     if there is not None:
         _expect_same_bytes(source, target, folder)

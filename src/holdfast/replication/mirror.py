@@ -512,8 +512,8 @@ class Mirror(UploadQueries):
         epoch = entry.name.epoch
         if epoch != claim.epoch and is_closed(self._remote, epoch):
             raise NoCheckpoint(
-                f"writer {epoch} has ended there, and did not want it sent by then; it stays in "
-                "the local tier"
+                f"writer {epoch} closed the remote tier without uploading it; it stays in the "
+                "local tier"
             )
 
     def _progress_of(self, entry: Entry) -> Callable[[Cost], None]:

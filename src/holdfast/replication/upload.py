@@ -155,7 +155,9 @@ class Sender:
         if isinstance(listing, Aborted | Deleted):
             raise NoCheckpoint(f"{where}: it was deleted")
         if isinstance(listing, Manifest) and sealed(self._verifying_local) is not None:
-            raise NotSealed(f"{where}: it is from before the run was sealed, and not sent in clear")
+            raise NotSealed(
+                f"{where}: saved before the run was encrypted, so it is not uploaded: it would be in clear"
+            )
         return data, listing
 
     def _is_committed(self, folder: str) -> bool:
@@ -391,7 +393,9 @@ class Sender:
             data = read_document(self._local, key, max_nbytes=layout.MAX_INDEX_NBYTES)
             if file_digest(len(data), digest_blocks(data, block_nbytes)) == entry.digest:
                 return data
-        raise CorruptData(f"{self._local.url}/{key}: not what was written, and is not sent")
+        raise CorruptData(
+            f"{self._local.url}/{key}: the bytes differ from those that were written; it was not uploaded"
+        )
 
     def _check_interrupt(self, key: str, *, done: str = "sent to its end") -> None:
         """Raise `UploadInterrupted` if the threads are to stop; `key` names what is not `done`."""

@@ -296,8 +296,8 @@ class _RanksSave(SaveParticipant):
         if self._left_s() == 0:
             raise DeadlineExceeded(
                 f"{self._tag(part)} (step {self._step}): save_timeout_s="
-                f"{self._together.timeout_s:g} was over on rank {self.rank}, which has waited for "
-                "the other ranks before. All ranks must call the same saves in the same order"
+                f"{self._together.timeout_s:g} passed on rank {self.rank} while it waited for the "
+                "other ranks. All ranks must call the same saves in the same order"
             )
         data = msgspec.msgpack.encode(message)
         self._ranks.post(self._tag(part), data, timeout_s=self._left_s())

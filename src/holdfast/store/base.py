@@ -523,7 +523,9 @@ class GatheringWriter:
 
     def _check_open(self, operation: str) -> None:
         if not self._is_open:
-            raise StoreError(f"{operation} {self._key}: this was finished or given up before")
+            raise StoreError(
+                f"{operation} {self._key}: the write has already been finished or aborted"
+            )
 
 
 def is_one_file(store: Store, key: str, other: str) -> bool:

@@ -242,9 +242,9 @@ class HoldfastRun:
         batch = getattr(loader, "batch", iteration % length) % length
         if batch != iteration % length:
             raise UsageError(
-                f"{found.path}: step {found.step} is iteration {iteration}, in an epoch the "
-                f"{iteration % length}th, but the data has given {batch} batches of it: other "
-                "counts of batches to a step; set accumulate as there"
+                f"{found.path}: step {found.step} is iteration {iteration}, the "
+                f"{iteration % length}th of its epoch, but the data position is batch {batch}. Use "
+                "the `accumulate` of the run that saved it"
             )
         self.engine.load_state_dict(
             {"iteration": iteration, "epoch_length": length, "max_epochs": max_epochs or 1}

@@ -205,7 +205,7 @@ def check_place(loader: Any, found: Checkpoint, args: Any) -> None:
     there = (loader.epoch + 1, 0) if loader.at_epoch_end else (loader.epoch, loader.batch)
     if at != there:
         raise UsageError(
-            f"{found.path}: its data stands at batch {there[1]} of epoch {there[0]}, and with "
+            f"{found.path}: its data position is batch {there[1]} of epoch {there[0]}, and with "
             f"gradient_accumulation_steps={window} step {found.step} is batch {at[1]} of epoch "
             f"{at[0]}. Use the batch size and accumulation of the run that saved it"
         )

@@ -120,8 +120,8 @@ class Job:
 
 def _silence() -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"no progress for {SILENT_S / 60:.0f} minutes, so it is waited for no longer. See whether "
-        "the root can be read, and begin again"
+        f"no progress for {SILENT_S / 60:.0f} minutes, so the work was abandoned. Check that the "
+        "root can be read, and try again"
     )
 
 
@@ -154,7 +154,7 @@ class Jobs:
             if not job.is_over and (job.kind, job.title, job.run) == (kind, title, run):
                 return job
         if sum(job.run == run and not job._has_ended for job in self) >= _MAX_UNFINISHED:
-            raise UsageError(f"too much work of {run} waits already; stop some of it first")
+            raise UsageError(f"too many jobs of {run} are waiting; stop one of them first")
         self._last += 1
         job = Job(number=self._last, kind=kind, title=title, run=run)
         context.run(PROGRESS.set, job.report_progress)

@@ -109,7 +109,8 @@ def serve(
         raise UsageError(f"--path-prefix={path_prefix!r}: write it as /holdfast")
     if f"{prefix}/".split("/")[1] in _OWN_PATHS:
         raise UsageError(
-            f"--path-prefix={path_prefix!r}: pages of its own begin like this; write /holdfast"
+            f"--path-prefix={path_prefix!r}: the paths of the pages begin with this; "
+            "use another prefix, such as /holdfast"
         )
     for host in allow_hosts:
         if not _HOST.fullmatch(host):

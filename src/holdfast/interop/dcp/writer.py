@@ -442,8 +442,8 @@ def _expect_all(layout: DcpLayout, metadata: Metadata) -> None:
     odd = sorted(layout.items.keys() ^ metadata.state_dict_metadata.keys())
     if odd:
         raise UsageError(
-            f"{odd[0]!r}: planned for this save, or known to its planner, but not both. With "
-            "enable_plan_caching all saves of a process must have one class of planners"
+            f"{odd[0]!r}: the plan and its planner disagree about it. With enable_plan_caching, "
+            "all saves of a process must use the same planner class"
         )
     paths_of(layout.items, metadata.planner_data)
 

@@ -271,7 +271,9 @@ def _check_numbers(folder: Path, names: list[str]) -> None:
     numbers = {int(text) for name in names if (text := name.split("-")[1]).isdigit()}
     missing = sorted({*range(1, len(numbers) + 1)} - numbers)
     if missing:
-        raise CorruptData(f"{folder}: no file of shard {missing[0]}; there are others behind it")
+        raise CorruptData(
+            f"{folder}: the file of shard {missing[0]} is missing, but later ones exist"
+        )
 
 
 _Chunk = tuple[str, tuple[int, ...], tuple[int, ...], ItemPlace]

@@ -142,7 +142,7 @@ class _Checked:
                 raise self._wrong("an item without a name")
             at = name, None if offset is None else offset.dims
             if at in found:
-                raise self._wrong(f"{name!r:.200}: two items at the same place of one tensor")
+                raise self._wrong(f"{name!r:.200}: two chunks with the same offset in one tensor")
             found[at] = self._place(name, self._record(info, "_StorageInfo"))
         return found
 

@@ -221,9 +221,7 @@ class Hdf5:
         codec = self._codec(plist, what)
         # Before arrays of this length are made: each chunk has more than 8 bytes in the file.
         if dataset.get_num_chunks() != count or count > self._file.nbytes // 8:
-            raise CorruptData(
-                f"{self._file.name}: {what}: {count:,} chunks, of which some are not there"
-            )
+            raise CorruptData(f"{self._file.name}: {what}: {count:,} chunks, and some are missing")
         start, nbytes, mask = (np.full(count, -1, np.int64) for _ in range(3))
 
         def note(info: Any) -> None:

@@ -259,7 +259,9 @@ class LocalBlockWriter:
         # belong to another file.
         with self._lock:
             if self._state is not _WriterState.WRITING:
-                raise StoreError(f"{operation} {self._path}: this was finished or given up before")
+                raise StoreError(
+                    f"{operation} {self._path}: the write has already been finished or aborted"
+                )
             self._state = becomes
             self._calls_under_way += 1
         try:

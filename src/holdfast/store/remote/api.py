@@ -227,8 +227,8 @@ class Api:
         expected = min(stop, meta["size"]) - start
         if len(data) != expected:
             raise CorruptData(
-                f"get {self.url(key)}: bytes {start} to {start + expected} were asked for, "
-                f"{len(data)} came"
+                f"get {self.url(key)}: requested bytes {start} to {start + expected}, but "
+                f"received {len(data)}"
             )
         return data, meta
 

@@ -213,7 +213,9 @@ class _Writer:
 
     def _check_open(self, operation: str) -> None:
         if self._state is not _UploadState.WRITING:
-            raise StoreError(f"{operation} {self._key}: this was finished or given up before")
+            raise StoreError(
+                f"{operation} {self._key}: the write has already been finished or aborted"
+            )
 
     def _check_complete(self, nbytes: int | None) -> None:
         self._check_open("finish")

@@ -345,12 +345,12 @@ def _has_weight(module: nn.Module | None) -> bool:
 
 def _check_amounts(amounts: Mapping[int, float]) -> None:
     if not amounts:
-        raise UsageError("Pruning: amounts={}: says nothing to prune")
+        raise UsageError("Pruning: amounts={} must not be empty")
     last_step, last = -1, 0.0
     for step, amount in amounts.items():
         check_range("Pruning: step", step, 0, 2**63)
         if isinstance(amount, bool) or not 0 < amount < 1:
             raise UsageError(f"Pruning: {amount!r} at step {step}: must be between 0 and 1")
         if step <= last_step or amount <= last:
-            raise UsageError(f"Pruning: amounts={dict(amounts)}: steps and amounts must grow")
+            raise UsageError(f"Pruning: amounts={dict(amounts)}: steps and amounts must increase")
         last_step, last = step, amount

@@ -211,7 +211,7 @@ class Evaluator:
     @property
     def _own_parts(self) -> tuple[ValidationPart, ...]:
         if not self.validations:
-            raise UsageError("there is nothing to validate on: give the Trainer validate=…")
+            raise UsageError("there is nothing to validate on: pass validate=… to the Trainer")
         return self.validations.parts
 
     def _choose_model(self, *, use_ema: bool) -> nn.Module:

@@ -224,7 +224,9 @@ class Validator:
         """Call `validation_end` for a loader or a check; returns its metrics by full names."""
         values = LazyMetrics(found)
         if not values:
-            raise UsageError(f"validation data {name!r} gave no batch, or a check no metric")
+            raise UsageError(
+                f"validation data {name!r} returned no batch, or a check returned no metric"
+            )
         metrics = {f"{_prefix(name, self.kind)}{metric}": value for metric, value in values.items()}
         self.update.callbacks.call_hook(Callback.validation_end, name, metrics)
         return metrics

@@ -49,7 +49,9 @@ def find_learning_rate(
     """Train `steps` steps with rates that grow from `lowest` to `highest`; undone afterwards."""
     check_range("steps", steps, 3, 2**31)
     if not 0 < lowest < highest < math.inf:
-        raise UsageError(f"lowest={lowest!r}, highest={highest!r}: must be above 0 and grow")
+        raise UsageError(
+            f"lowest={lowest!r}, highest={highest!r}: must be positive, with lowest < highest"
+        )
     if parts.data is None:
         raise UsageError("find_learning_rate: the Trainer was made without data")
     if isinstance(parts.optimizer, Mapping):

@@ -281,8 +281,8 @@ def check_apart(trained: Scores, validated: Iterable[Mapping[str, Any]]) -> None
             metric = given.metric if isinstance(given, Measured) else given
             if id(metric) in of_training and hasattr(metric, "reset"):
                 raise UsageError(
-                    f"validation metrics: {name!r} is an object that is among the Trainer's "
-                    "metrics, too: give each its own"
+                    f"validation metrics: {name!r} is the same object as one of the "
+                    "Trainer's metrics: create one for each"
                 )
 
 
