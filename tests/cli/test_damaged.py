@@ -232,10 +232,10 @@ def test_what_the_other_tier_has_is_mended_and_not_deleted(
     folder = folder_of(here, 1)
     damage(folder)
     result = holdfast("gc", here, "--damaged", folder.name, "--yes")
-    assert (result.code, "a resume with both tiers that reads it" in result.err) == (2, True)
+    assert (result.code, "A resume with both tiers repairs" in result.err) == (2, True)
     away = there.rename(tmp_path / "away")
     result = holdfast("gc", here, "--damaged", folder.name, "--yes")
-    assert (result.code, "cannot be asked" in result.err) == (1, True)
+    assert (result.code, "Could not check whether" in result.err) == (1, True)
     assert folder.exists()
     shutil.move(away, there)
     record = here / "uploads" / "tiers.json"
@@ -258,7 +258,7 @@ def test_from_a_remote_tier_there_is_a_warning(holdfast: Command, tmp_path: Path
     folder = folder_of(there, 1)
     damage(folder)
     result = holdfast("gc", there, "--damaged", folder.name)
-    assert "the run has two tiers, and nothing here names the other" in result.out
+    assert "the run has two tiers, and this root does not name the other" in result.out
     damage(folder_of(here, 1))
     assert holdfast("gc", here, "--damaged", folder.name, "--yes").code == 0
     assert not (here / folder.name).exists()

@@ -314,7 +314,7 @@ def test_a_mixture_of_large_parts_draws_what_it_takes() -> None:
         ([([1], True)], {}, "weight=True"),
         ([([1], float("inf"))], {}, "weight=inf"),
         ([([1], "a")], {}, "weight='a'"),
-        ([([1], 1), ([1, 2], 9)], {}, r"parts\[0\]: with weight=1"),
+        ([([1], 1), ([1, 2], 9)], {}, r"parts\[0\]: weight=1"),
         ([([1], 1)], {"num_samples": 0}, "num_samples=0"),
     ],
 )

@@ -404,8 +404,8 @@ def _parse_signals(what: str, names: Iterable[str]) -> tuple[int, ...]:
     ]
     if wrong or isinstance(names, str):
         raise UsageError(
-            f"{what}={names!r}: {', '.join(wrong) or 'a string'} is not accepted; pass names of signals "
-            "that can be handled, such as ('SIGTERM', 'SIGINT')"
+            f"{what}={names!r}: {', '.join(wrong) or 'a string'} is not accepted; pass names "
+            "of signals that can be handled, such as ('SIGTERM', 'SIGINT')"
         )
     numbers = [int(signal.Signals[name]) for name in given]
     if len(set(numbers)) < len(numbers):

@@ -64,8 +64,8 @@ class Mixture:
         if 0 in self.counts:
             number = self.counts.index(0)
             raise UsageError(
-                f"parts[{number}]: weight={pairs[number][1]} is too small: none of the {total} samples of a "
-                "lap would be from this dataset. Raise num_samples or the weight"
+                f"parts[{number}]: weight={pairs[number][1]} is too small: none of the "
+                f"{total} samples of a lap are from this dataset. Raise num_samples or the weight"
             )
 
     def __len__(self) -> int:

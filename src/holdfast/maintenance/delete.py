@@ -218,8 +218,8 @@ def _expect_components(entry: Entry, components: Sequence[str]) -> None:
         )
     if {*components} >= {*known}:
         raise UsageError(
-            f"{entry.folder}: nothing was dropped, because these are all of its components. To delete the whole "
-            "checkpoint: holdfast rm"
+            f"{entry.folder}: nothing was dropped, because these are all of its components. "
+            "To delete the whole checkpoint: holdfast rm"
         )
 
 

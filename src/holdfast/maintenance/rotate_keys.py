@@ -138,7 +138,7 @@ def _rotate_one(
     if others:
         raise FormatError(
             f"{store.url}: {some_of(others)}: not a valid key file of Holdfast, so it was not "
-            "changed. Delete it if it is a damaged file of the old keys; otherwise move it elsewhere"
+            "changed. Delete it if it is a damaged file of the old keys; else move it elsewhere"
         )
     return is_new
 

@@ -156,7 +156,8 @@ class Sender:
             raise NoCheckpoint(f"{where}: it was deleted")
         if isinstance(listing, Manifest) and sealed(self._verifying_local) is not None:
             raise NotSealed(
-                f"{where}: saved before the run was encrypted, so it is not uploaded: it would be in clear"
+                f"{where}: saved before the run was encrypted, so it is not uploaded, "
+                "which would be in clear"
             )
         return data, listing
 
@@ -394,7 +395,8 @@ class Sender:
             if file_digest(len(data), digest_blocks(data, block_nbytes)) == entry.digest:
                 return data
         raise CorruptData(
-            f"{self._local.url}/{key}: the bytes differ from those that were written; it was not uploaded"
+            f"{self._local.url}/{key}: the bytes differ from those that were written; "
+            "it was not uploaded"
         )
 
     def _check_interrupt(self, key: str, *, done: str = "sent to its end") -> None:

@@ -328,7 +328,7 @@ def test_a_value_that_is_code_is_left_out_and_not_run(
         (1, lambda info: info["rows"].update(saved_offsets=[0, 0]), "do not tile"),
         (1, lambda info: info["rows"].update(saved_offsets=[-1, 0]), "offsets that are none"),
         (1, lambda info: info.pop("rows"), "does not say where 'rows' belongs"),
-        (0, None, "no file of shard 1"),
+        (0, None, "the file of shard 1 is missing"),
     ],
 )
 def test_shards_of_safetensors_that_do_not_fit_are_refused(
