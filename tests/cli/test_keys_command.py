@@ -143,7 +143,7 @@ def test_keys_are_listed_and_rotated(
     third = tmp_path / "third.key"
     holdfast("keys", "generate", str(third))
     wrong = holdfast("--key-file", str(new), "keys", "rotate", str(root), "--to-file", str(third))
-    assert (wrong.code, "keep the keys before" in wrong.out) == (1, True)
+    assert (wrong.code, "keep the old keys" in wrong.out) == (1, True)
     rotated = holdfast("--key-file", str(key), "keys", "rotate", str(root), "--to-file", str(new))
     assert (rotated.code, rotated.out.count("done")) == (0, 2)
     documents = json.loads(holdfast("keys", "list", str(root), "--json").out)["checkpoints"]

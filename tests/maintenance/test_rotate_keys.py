@@ -171,7 +171,7 @@ def test_a_box_under_the_last_number_costs_no_checkpoint() -> None:
     store.put(f"{folder}/keys-9999.json", store.get(f"{folder}/keys-0001.json"))
     before = stored(store)
     (done,) = rotate(store, [KEY], [NEW])
-    assert (done.outcome, "no number is free" in done.reason) == ("failed", True)
+    assert (done.outcome, "no number is left" in done.reason) == ("failed", True)
     assert stored(store) == before
     store.delete(f"{folder}/keys-9999.json")
     assert [item.outcome for item in rotate(store, [KEY], [NEW])] == ["done"]
