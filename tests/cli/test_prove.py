@@ -16,6 +16,7 @@ from tests.cli.roots import Result
 from tests.cli.test_run import _signals_are_not_ignored as _signals_are_not_ignored
 
 from holdfast.cli.output import Code
+from holdfast.cli.proving.findings import Difference, What
 from holdfast.cli.proving.record import CheckpointRecord
 from holdfast.cli.proving.runs import plan_kills
 from holdfast.cli.supervisor import ChildProcess
@@ -200,6 +201,12 @@ def test_checkpoints_are_copied_where_no_links_can_be_made(
     assert {file.name for file in (tmp_path / "kept" / save.folder).iterdir()} == {
         file.name for file in (tmp_path / "run" / save.folder).iterdir()
     }
+
+
+@pytest.mark.parametrize(("what", "is_timing"), [("metrics", True), ("values", False)])
+def test_no_name_exempts_a_value_of_the_state(what: What, is_timing: bool) -> None:
+    found = Difference(component="c", what=what, path="warmup_seconds", a="1", b="2")
+    assert found.is_timing == is_timing
 
 
 @pytest.mark.parametrize("num_kills", [1, 3, 20])

@@ -50,8 +50,8 @@ class RunDifference:
 
     @property
     def is_timing(self) -> bool:
-        """Whether it is a duration, which no two runs have alike."""
-        return self.what in ("values", "metrics") and is_timing(re.split("[.:]", self.path)[-1])
+        """Whether it is a metric of a duration, which no two runs have alike."""
+        return self.what == "metrics" and is_timing(re.split("[.:]", self.path)[-1])
 
     @property
     def is_of_training(self) -> bool:
