@@ -16,7 +16,7 @@ from tests.cli.roots import Result
 from tests.cli.test_run import _signals_are_not_ignored as _signals_are_not_ignored
 
 from holdfast.cli.output import Code
-from holdfast.cli.proving.findings import Difference, What
+from holdfast.cli.proving.findings import RunDifference, What
 from holdfast.cli.proving.record import CheckpointRecord
 from holdfast.cli.proving.runs import plan_kills
 from holdfast.cli.supervisor import ChildProcess
@@ -205,7 +205,7 @@ def test_checkpoints_are_copied_where_no_links_can_be_made(
 
 @pytest.mark.parametrize(("what", "is_timing"), [("metrics", True), ("values", False)])
 def test_no_name_exempts_a_value_of_the_state(what: What, is_timing: bool) -> None:
-    found = Difference(component="c", what=what, path="warmup_seconds", a="1", b="2")
+    found = RunDifference(component="c", what=what, path="warmup_seconds", a="1", b="2")
     assert found.is_timing == is_timing
 
 
