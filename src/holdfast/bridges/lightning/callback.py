@@ -152,7 +152,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         check_trainer(trainer)
         others = [one for one in trainer.callbacks if isinstance(one, HoldfastCheckpoint)]
         if len(others) > 1:
-            raise UsageError("there are two HoldfastCheckpoint: one run has one root")
+            raise UsageError("two HoldfastCheckpoint callbacks were passed: pass one")
         io = trainer.strategy.checkpoint_io
         inner = io.inner if isinstance(io, ReadingIO) else io
         self._io = ReadingIO(inner, trainer, self.checkpoints.encrypt, self._part, self._hooks)
