@@ -421,7 +421,12 @@ CASES: dict[str, Case] = {
     "Best": Case(
         of=holdfast.Best,
         call=plain("Best", metric="loss"),
-        wrong={"metric": (1, "", None), "n": (0, *NO_COUNT), "mode": ("low", 3)},
+        wrong={
+            "metric": (1, "", None),
+            "n": (0, *NO_COUNT),
+            "mode": ("low", 3),
+            "wait": (-1, *NO_COUNT),
+        },
     ),
     "EveryNth": Case(
         of=holdfast.EveryNth, call=plain("EveryNth"), wrong={"interval": (*NO_INTERVAL, None)}

@@ -21,7 +21,7 @@ TABLES = ("__all__", "_HOMES")
 NOT_FOR_USERS = {
     *("name_ranks", "listing", "is_damage"),  # of holdfast.errors
     *("wrapped", "try_key", "unwrapped"),  # of holdfast.keys
-    *("Emitter", "check_names"),
+    *("Emitter", "check_names", "shows_info"),
 }
 """Public in their modules for other modules of the package."""
 

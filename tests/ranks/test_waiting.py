@@ -295,7 +295,7 @@ def test_processes_of_closed_managers_leave_no_keys() -> None:
 
 def test_a_call_whose_time_is_over_does_not_blame_the_store() -> None:
     (rank, _) = met(["a", "a"], set())
-    with pytest.raises(DeadlineExceeded, match="the time for this call was over"):
+    with pytest.raises(DeadlineExceeded, match="time limit"):
         rank.post("files", b"", timeout_s=0.0)
 
 

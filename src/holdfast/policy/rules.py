@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import ClassVar, Literal, cast, get_args
 
@@ -138,7 +138,7 @@ class Best(Rule):
     metric: str
     n: int
     mode: Mode
-    wait: int
+    wait: int = field(default=0, kw_only=True)
 
     @check_arguments(but=("metric", "n", "mode", "wait"))
     def __init__(self, metric: str, n: int = 1, mode: Mode | None = None, *, wait: int = 0) -> None:

@@ -27,7 +27,7 @@ from holdfast.format.history import HistoryEvent, to_number
 from holdfast.ownership.claim import Claim, expect_claim
 from holdfast.ownership.owner import Ownership
 from holdfast.root.history_writer import MAX_WAITING, HistoryWriter
-from holdfast.staging.device import is_capturing
+from holdfast.staging.device import is_at_hand, is_capturing
 from holdfast.store.base import Store
 from holdfast.threads.workers import Workers
 
@@ -150,7 +150,7 @@ class HistoryRecorder:
             return
         if value.is_complex() or value.is_meta:
             return
-        if value.is_cpu:
+        if is_at_hand(value):
             row[name] = float(value.item())
         elif not is_capturing():
             row[name] = held = value.detach().clone().reshape(())

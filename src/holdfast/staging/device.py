@@ -21,6 +21,11 @@ from torch import Tensor
 from holdfast.errors import UsageError
 
 
+def is_at_hand(value: Tensor) -> bool:
+    """Whether a tensor's value can be read without waiting for a device."""
+    return value.is_cpu
+
+
 def is_capturing() -> bool:
     """Whether the current stream is recording its operations into a CUDA graph."""
     # Not is_available(): that may start the driver, and a forked child could not use it.

@@ -62,7 +62,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_nobody_waits_between_two_logs(looks: Looks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for the loss, nor for a metric, nor for the norm of the gradients."""
-    monkeypatch.setattr("holdfast.train.step.device_metrics.is_at_hand", lambda value: False)
+    for module in ("train.step.device_metrics", "saving.recorder"):
+        monkeypatch.setattr(f"holdfast.{module}.is_at_hand", lambda value: False)
     waits: list[int] = []
 
     class Watch(Callback):

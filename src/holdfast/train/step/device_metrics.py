@@ -12,6 +12,7 @@ from torch import Tensor
 
 from holdfast.arguments import shown
 from holdfast.errors import UsageError
+from holdfast.staging.device import is_at_hand
 from holdfast.train.group import Group
 from holdfast.train.outputs import Reduced, Reduction
 
@@ -260,11 +261,6 @@ def mean_of_ranks(group: Group, mean: Mean) -> Mean:
     for totals, kinds in group.gather_values((read, mean.kinds)):
         joined.add_totals(totals, kinds)
     return joined
-
-
-def is_at_hand(value: Tensor) -> bool:
-    """Whether a tensor's value can be read without waiting for a device."""
-    return value.is_cpu
 
 
 def convert_metric(name: str, value: Any) -> Tensor | float:
