@@ -79,17 +79,27 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 98_700, _SMALLER),
+    Limit("lines of src", 101_800, _SMALLER, reason="prove, evaluate, and the history of a run"),
     # All but train, bridges, interop, sinks, cli and testing.
     Limit("lines of the core", 58_300, _SMALLER, reason="silent faults of ranks and state"),
-    Limit("modules", 374, "Put the function beside its only caller"),
+    Limit(
+        "modules",
+        390,
+        "Put the function beside its only caller",
+        reason="prove, evaluate, and the history of a run",
+    ),
     # Classes with one name in several modules; the figure counts names.
     Limit("public class names used twice", 0, "Put the subject into the name", slack=2),
     # Methods and nested functions count, dunder methods do not; `_begin` counts as `begin`.
-    Limit("functions that share their name with 4 others, %", 11, _CLEARER),
-    Limit("functions with a name of one word, %", 35, _CLEARER),
+    Limit(
+        "functions that share their name with 4 others, %",
+        11.4,
+        _CLEARER,
+        reason="prove, evaluate, and the history of a run",
+    ),
+    Limit("functions with a name of one word, %", 34, _CLEARER),
     # Parameters whose annotation has a Callable in it.
-    Limit("callables as parameters", 174, "Pass an object of a class, or call at the caller"),
+    Limit("callables as parameters", 168, "Pass an object of a class, or call at the caller"),
     # Parameters of one function, without self, *args and **kwargs.
     Limit("widest call", 32, "Put parameters that belong together into a dataclass"),
     # Lines that are a comment and nothing else.
@@ -97,7 +107,7 @@ SOURCE = (
     # Parameters, results and variables whose annotation has an Any in it.
     Limit(
         "annotations with Any, %",
-        9.5,
+        9.3,
         "Annotate with a type, a protocol or object",
         reason="the removed interval advisor had nearly no Any",
     ),
@@ -110,17 +120,24 @@ PROSE = (
         "Shorten a page, or link to one",
         reason="checks of data, and a reader in extending.md",
     ),
-    Limit("docs: lines over 100 columns", 5, "Wrap the lines"),
+    Limit("docs: lines over 100 columns", 7, "Wrap the lines", reason="badges, and a title"),
     Limit("docs: “go on” per 10,000 words", 0.15, _ENGLISH, slack=0.3),
-    Limit("docs: “what as a noun” per 10,000 words", 0.31, _ENGLISH, slack=0.3),
-    Limit("docs: “that of” per 10,000 words", 0.77, _ENGLISH, slack=0.3),
+    Limit(
+        "docs: “what as a noun” per 10,000 words", 0.47, _ENGLISH, "a member called what", slack=0.3
+    ),
+    Limit("docs: “that of” per 10,000 words", 0.93, _ENGLISH, "records of the history", slack=0.3),
     Limit("docs: “whoever, beside” per 10,000 words", 0, _ENGLISH, slack=0.3),
     Limit("docs: “where for if” per 10,000 words", 0, _ENGLISH, slack=0.3),
     Limit("docs: “as it is” per 10,000 words", 0.3, _ENGLISH, slack=0.3),
     Limit("docs: “is told” per 10,000 words", 0, _ENGLISH, slack=0.3),
     Limit("docs: “but for” per 10,000 words", 0.15, _ENGLISH, slack=0.3),
     # Help, other texts of holdfast.cli, and the texts in `raise` statements.
-    Limit("messages: words", 20_600, "Shorten the messages", reason="mistakes in hooks and data"),
+    Limit(
+        "messages: words",
+        22_100,
+        "Shorten the messages",
+        reason="prove, evaluate, and the history of a run",
+    ),
     Limit("messages: “go on” per 10,000 words", 0, _ENGLISH, slack=0.9),
     Limit("messages: “what as a noun” per 10,000 words", 0.49, _ENGLISH, slack=0.9),
     Limit("messages: “that of” per 10,000 words", 18, _ENGLISH, slack=0.9),
@@ -135,29 +152,29 @@ PROSE = (
 RUNS = (
     Limit(
         "CheckpointManager(…): modules run",
-        69,
+        70,
         _FEWER_PARTS,
-        reason="a manager, its parts, saves and loads have a file each",
+        reason="the recorder of the history",
     ),
     Limit(
         "CheckpointManager(…): lines run",
-        1_190,
+        1_230,
         _FEWER_PARTS,
-        reason="a manager, its parts, saves and loads have a file each",
+        reason="the recorder of the history",
     ),
     Limit("first save: modules run", 85, _FEWER_PARTS),
     Limit(
         "first save: lines run",
-        3_420,
+        3_470,
         _FEWER_PARTS,
-        reason="warnings of scripts are compared among ranks, and averages are looked for",
+        reason="the history is put before each commit",
     ),
     Limit("later save: modules run", 82, _FEWER_PARTS),
     Limit(
         "later save: lines run",
-        2_540,
+        2_620,
         _FEWER_PARTS,
-        reason="warnings of scripts are compared among ranks, and averages are looked for",
+        reason="the history is put before each commit",
     ),
     Limit("resume: modules run", 80, _FEWER_PARTS),
     Limit(

@@ -104,7 +104,7 @@ class EvaluationLimits:
     "evaluate",
     options.root,
     argument("command", "COMMAND...", "Program and arguments, with {checkpoint}.", nargs=-1),
-    option("--metric", "NAME", "Metric to measure. [default: that of the run's rule best]"),
+    option("--metric", "NAME", "Metric to measure. [default: the metric of the rule best]"),
     click.Option(
         ["--follow/--once"],
         default=False,
@@ -134,9 +134,9 @@ def evaluate_root(
     {checkpoint} in the command is replaced by the checkpoint's folder, or by ROOT@FOLDER if the
     root is a URL. The last line that the command prints must be a JSON object of numbers, such as
     {"eval/mmlu": 0.61}, which are added to the checkpoint. The oldest checkpoint comes first. Start
-    this command any number of times, on any machines: each checkpoint is evaluated by one of them.
-    If that one is killed, another one takes the checkpoint. Exit code 1: a checkpoint was left
-    without a value after all tries.
+    this command any number of times, on any machines: they evaluate each checkpoint once. If an
+    evaluation is killed, another process repeats it. Exit code 1: a checkpoint was left without a
+    value after all tries.
     """
     if not any(_PLACEHOLDER in word for word in command):
         raise UsageError(

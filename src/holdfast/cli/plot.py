@@ -145,9 +145,9 @@ class _Record:
 def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | None) -> Answer:
     """Draw loss, learning rate and throughput over steps.
 
-    Values come from the history of the run, which has those of all steps, whatever was deleted.
-    Ticks mark saves, dashed lines resumes: green after a clean end, red after a crash. Steps that a
-    rollback or a crash has left behind are gray. Drawing needs pip install 'holdfast-torch[plot]'.
+    Values come from the run's history, which has all steps, also of deleted checkpoints. Ticks mark
+    saves, dashed lines resumes: green after a clean end, red after a crash. Steps that a rollback
+    or a crash has left behind are gray. Drawing needs pip install 'holdfast-torch[plot]'.
     """
     if output is not None and output.suffix != _TABLE:
         expect_drawable(output, "--output")
