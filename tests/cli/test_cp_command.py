@@ -226,7 +226,7 @@ def test_damage_is_not_copied(holdfast: Command, root: Path, tmp_path: Path) -> 
     assert result.code == 1
     outcomes = [item["outcome"] for item in result.document["checkpoints"]]
     assert outcomes == ["copied", "failed", "copied"]
-    assert "not what was written" in result.document["checkpoints"][1]["why"]
+    assert "do not match their digest" in result.document["checkpoints"][1]["why"]
     assert steps(tmp_path / "copy") == [300, 100]
 
 

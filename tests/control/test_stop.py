@@ -285,7 +285,7 @@ def test_in_another_thread_it_does_nothing_and_says_so_once(
     thread.start()
     thread.join(60)
     assert found == [before, before]
-    assert len([r for r in caplog.records if "main thread only" in r.message]) == 1
+    assert len([r for r in caplog.records if "only the main thread" in r.message]) == 1
 
 
 def test_a_wait_of_another_thread_is_not_interrupted_nor_the_main_thread_for_it() -> None:

@@ -369,7 +369,7 @@ def test_damage_is_never_sent(local: LocalStore) -> None:
         saved(manager, tiny, 1)
         manager.wait()
         refused = noted.wait_for("upload_failed")
-    assert "not what was written" in refused.message
+    assert "do not match their digest" in refused.message
     assert steps_in(remote) == []
     assert [note.state for note in Ledger(local).waiting().values() if note] == ["refused"]
     assert steps_in(local) == [1]
@@ -494,7 +494,7 @@ def test_an_epoch_is_closed_there_when_all_of_it_was_sent(
     with opened(Tiered(local, remote), tiny, sinks=(noted,)) as manager:
         manager.resume()
         manager.wait()
-    assert any("has ended there" in event.message for event in noted.of("warning"))
+    assert any("closed the remote tier" in event.message for event in noted.of("warning"))
     assert 4 not in steps_in(remote)
 
 

@@ -140,8 +140,8 @@ def _run_in_child(foreign: list[str]) -> int:
         return code
     if code == -getattr(signal, "SIGALRM", 0):
         raise LimitExceeded(
-            f"{', '.join(foreign)}: not open after {OPENING_S:.0f} s. Files of others are read "
-            "within limits; if you trust it, --trust lifts them"
+            f"{', '.join(foreign)}: opening took more than {OPENING_S:.0f} s. Files of other "
+            "libraries are read within limits; if you trust this file, pass --trust to lift them"
         )
     raise LimitExceeded(f"{_too_much(foreign)} (the process ended by {_signal(-code)})")
 

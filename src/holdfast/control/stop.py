@@ -185,7 +185,9 @@ class Stop:
         """Install the signal handlers."""
         if threading.current_thread() is not threading.main_thread():
             if not self._has_said:
-                logger.warning("Stop: signals reach the main thread only; here they are not seen")
+                logger.warning(
+                    "Stop: only the main thread receives signals, and this is another thread"
+                )
             self._has_said = True
             if self._depth == 0:
                 self._reset_signals()

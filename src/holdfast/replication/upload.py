@@ -373,7 +373,7 @@ class Sender:
     def _expect_match(self, key: str, pieces: tuple[FilePiece, ...]) -> None:
         if not self._matches(key, pieces):
             raise StoreError(
-                f"{self._remote.url}/{key}: read back, these are not the bytes that were sent"
+                f"{self._remote.url}/{key}: the uploaded file differs from the local one"
             )
 
     def _read_verified_piece(self, key: str, piece: FilePiece) -> bytes:
@@ -383,8 +383,8 @@ class Sender:
             if block_digest(data) == piece.digest:
                 return data
         raise CorruptData(
-            f"{self._local.url}/{key}: bytes {piece.start} to {piece.stop} are not what was "
-            "written, and are not sent"
+            f"{self._local.url}/{key}: bytes {piece.start} to {piece.stop} do not match their "
+            "digest, so the file is not sent"
         )
 
     def _read_file(self, folder: str, name: str, entry: FileEntry, block_nbytes: int) -> bytes:

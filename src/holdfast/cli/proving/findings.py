@@ -227,8 +227,8 @@ def _causes_anyway(differences: Sequence[RunDifference]) -> Iterator[str]:
     generators = [one.path for one in differences if one.what == "generators"]
     if generators:
         yield (
-            f"rng: the generators {', '.join(generators)} are not seeded, or draw another number "
-            "of times. Call random.seed(0), numpy.random.seed(0) and torch.manual_seed(0) at the "
+            f"rng: the generators {', '.join(generators)} are not seeded, or are not used equally "
+            "often. Call random.seed(0), numpy.random.seed(0) and torch.manual_seed(0) at the "
             "top of the script"
         )
     relative = max((one.relative for one in differences if one.what == "tensors"), default=0.0)

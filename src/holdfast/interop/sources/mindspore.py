@@ -261,8 +261,7 @@ class MindSporeFile(Source):
                 found = zlib.crc32(part, found)
             if found != self._checksum:
                 raise CorruptData(
-                    f"{self.url}: damaged: its bytes have the checksum {found}, and it was written "
-                    f"with {self._checksum}"
+                    f"{self.url}: damaged: expected the checksum {self._checksum}, found {found}"
                 )
             self._checksum = None
 
