@@ -499,7 +499,7 @@ def test_another_batch_size_is_refused_before_training(tmp_path: Path) -> None:
     trainer(tmp_path / "run", max_steps=5).train()
     with pytest.raises(UsageError, match="batch"):
         trainer(tmp_path / "run", per_device_train_batch_size=2, max_steps=9).train()
-    with pytest.raises(UsageError, match="stands at batch 5 of epoch 0"):
+    with pytest.raises(UsageError, match="data position is batch 5 of epoch 0"):
         trainer(
             tmp_path / "run",
             gradient_accumulation_steps=2 if SUMS_UNFULL_WINDOWS else 11,

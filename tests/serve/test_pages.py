@@ -397,7 +397,7 @@ def test_work_that_hangs_is_stopped_for_the_page_and_its_threads_are_counted(
         text = text_of(page.whole(begun))
         assert "Stopped. The root has not answered its last request" in text
     refused = page.post("/r/dead/verify")
-    assert (refused.status, "too much work of dead waits" in refused.text) == (409, True)
+    assert (refused.status, "too many jobs of dead" in refused.text) == (409, True)
 
 
 def test_work_without_progress_is_given_up(

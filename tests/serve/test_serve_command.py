@@ -185,7 +185,7 @@ def test_wrong_arguments_are_refused_before_anything_is_served(
     for prefix in ("/a/../b", "a b", '/a"b', "//evil.example"):
         assert holdfast("serve", run_root, "--path-prefix", prefix).code == 2
     for prefix in ("/r", "/r/x", "/jobs", "/static/"):
-        assert "begin like this" in holdfast("serve", run_root, "--path-prefix", prefix).err
+        assert "begin with this" in holdfast("serve", run_root, "--path-prefix", prefix).err
     for host in ("lab.example.org:443", "https://lab.example.org", "*", ""):
         assert holdfast("serve", run_root, "--allow-host", host).code == 2
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -504,7 +504,7 @@ def test_a_failed_sync_of_a_finished_file_is_final(store, root, monkeypatch):
     with pytest.raises(StoreError, match="EIO") as caught:
         writer.finish()
     assert not isinstance(caught.value, OutcomeUnknown)
-    with pytest.raises(StoreError, match="before"):
+    with pytest.raises(StoreError, match="already"):
         writer.finish()
     assert len(synced) == 1
     writer.abort()
