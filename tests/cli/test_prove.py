@@ -97,7 +97,7 @@ def test_a_fault_is_found_with_its_component(
     ("fault", "code", "reason"),
     [
         ("never resumes", Code.COMMAND_FAILED, "Call resume()"),
-        ("starts over", Code.GAVE_UP, "from the beginning"),
+        ("starts over", Code.GAVE_UP, "from step 0"),
         ("fails when resumed", Code.COMMAND_FAILED, "planted"),
         ("saves no weights", Code.GAVE_UP, "have no tensors"),
     ],
