@@ -1053,7 +1053,7 @@ def test_rates_that_a_training_moves_are_no_other_setting(tmp_path: Path) -> Non
     assert found is not None
     assert any("'acc'" in note for note in found.notes)
     assert not [
-        e.message for e in recorder.of("warning") if "position in the data" not in e.message
+        e.message for e in recorder.of("warning") if "data-loader position" not in e.message
     ]
 
 

@@ -64,7 +64,7 @@ def test_a_dataloader_inside_a_component_is_refused_with_the_line_to_write() -> 
 
 
 def told(caplog: pytest.LogCaptureFixture) -> int:
-    return sum("position in the data" in text for text in caplog.messages)
+    return sum("data-loader position" in text for text in caplog.messages)
 
 
 def test_a_training_whose_data_is_outside_of_its_state_is_told_once(

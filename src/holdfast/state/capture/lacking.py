@@ -40,10 +40,10 @@ _NAMES = ("data", "loader", "sampler")
 """Parts of component names that mark the user's own way to keep a position."""
 
 OUTSIDE = (
-    "no component of the state is a position in the data: a resumed run gets its data from the "
-    "beginning again, unless the loop finds its place by itself. Make the data a "
-    "holdfast.data.Loader and put it into the state; where the loop does find its place, say so "
-    'with a component called "data", such as {"data": {"batches": 0}} (docs/data.md)'
+    "the state has no data-loader position: a resumed run gets its data from the beginning again, "
+    "unless the loop skips the batches that were used. Make the data a holdfast.data.Loader and "
+    "add it to the state; if the loop skips them itself, add a component called "
+    '"data", such as {"data": {"batches": 0}} (docs/data.md)'
 )
 PERSISTENT = (
     "a torch DataLoader with persistent_workers draws a seed from torch's global generator, or one "
