@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,13 @@ from tests.cli.roots import Result
 from tests.cli.test_run import _signals_are_not_ignored as _signals_are_not_ignored
 
 from holdfast.cli.output import Code
-from holdfast.cli.proving.findings import RunDifference, What
+from holdfast.cli.proving.findings import RunDifference, What, compare_runs
 from holdfast.cli.proving.record import CheckpointRecord
-from holdfast.cli.proving.runs import plan_kills
+from holdfast.cli.proving.runs import RunResult, plan_kills
 from holdfast.cli.supervisor import ChildProcess
-from holdfast.errors import StoreError
+from holdfast.errors import CorruptData, StoreError
 from holdfast.manager import CheckpointManager
+from runs import new_run
 
 Command = Callable[..., Result]
 PROVED = Path(__file__).with_name("proved.py")
@@ -220,3 +222,19 @@ def test_kills_are_between_the_first_and_the_last_save_and_one_is_inside_a_save(
         assert {*steps} <= {10, 20, 30}
         assert sum(kill.inside_save for kill in plan) == 1
         assert [plan_kills([10, 20], 1, random.Random(seed))[0].step] == [10]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_left_out_of_the_comparison(tmp_path: Path) -> None:
+    runs = []
+    for name in ("a", "b"):
+        with new_run().manager(tmp_path / name / "run") as manager:
+            for step in (1, 2):
+                manager.save(step, wait=True)
+        record: Any = SimpleNamespace(roots=[Path("run")])
+        places = {"folder": tmp_path, "kept": tmp_path / name, "log": tmp_path}
+        runs.append(RunResult(name=name, record=record, **places))
+    assert len(compare_runs(*runs)) == 2
+    [manifest] = (tmp_path / "b" / "run").glob("step-00000001*/manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    with pytest.raises(CorruptData, match="step-00000001"):
+        compare_runs(*runs)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from holdfast.cli.documents import expect_something_opened, is_timing
+from holdfast.cli.documents import is_timing
 from holdfast.cli.output import number, one_line
 from holdfast.cli.proving.runs import RunResult
 from holdfast.cli.sources import open_named
@@ -24,7 +24,7 @@ _RATES = re.compile(r"(?:^|\.)(?:lr|initial_lr|momentum|betas|weight_decay)(?:\.
 _ROUNDING = 1e-4
 """Relative difference below which rounding is the likely cause, and above which it is not."""
 _WARNINGS = re.compile(
-    r"not in the state|no component of the state|no component holds|resume skips"
+    r"not in the state|no data-loader position|no component holds|resume skips"
     r"|differ from then on|[Aa] resumed run|[Aa]fter a resume"
 )
 """Parts of those of Holdfast's warnings that say why a resume cannot be exact."""
@@ -116,7 +116,8 @@ def _compare_roots(a: Path, b: Path) -> Iterator[ComparedPair]:
 def _list_entries(kept: Path) -> list[Entry]:
     """List the checkpoints that were kept of a root, in the order of commits."""
     entries, unread = Catalog(unlocked(open_root_store(str(kept)))).survey()
-    expect_something_opened(entries, unread)
+    for _, error in unread:  # one that is not compared must not count as equal
+        raise error
     return sorted(entries, key=lambda entry: entry.order)
 
 
@@ -265,7 +266,7 @@ def _causes_of_resume(pair: ComparedPair, differences: Sequence[RunDifference]) 
         )
     if not pair.has_position:
         yield (
-            "data: no component of the state is a position in the data, so the resumed run gets "
+            "data: the state has no data-loader position, so the resumed run gets "
             'other samples. Use holdfast.data.Loader, and add it: {"data": data}'
         )
     if moved:
