@@ -24,7 +24,7 @@ from holdfast.replication.copy_checkpoints import copy_checkpoints, plan_copies
 from holdfast.root import history_writer
 from holdfast.root.catalog import Catalog
 from holdfast.root.history import HistoryReader, RunHistory, read_history
-from holdfast.root.history_writer import HistoryWriter
+from holdfast.root.history_writer import HistoryWriter, list_merged
 from holdfast.saving import recorder
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
@@ -293,6 +293,26 @@ def test_a_history_that_someone_removed_goes_on_and_comes_back_from_the_remote_t
                     shutil.rmtree(tmp_path / "local" / "history")
     for name in ("local", "remote"):
         assert losses(read_history(LocalStore(tmp_path / name))) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_remote_segment_is_deleted_only_if_all_of_it_was_merged() -> None:
+    """Parts of the same session in other segments, or bytes that cannot be read, prove nothing."""
+    local, remote = MemoryStore(), MemoryStore()
+    keys = [f"history/00000001-{number:06d}.json" for number in (1, 2, 3)]
+    for number, key in enumerate(keys):
+        for store in (local, remote):
+            one = writer(store)
+            one.add_row(number, 0.0, {"loss": 1.0})
+            one.put_segments()
+            data = store.get(keys[0])
+            store.put(key, data)
+    for store in (local, remote):
+        store.put(keys[0], local.get(keys[1]))
+    remote.put(keys[2], b"damaged")
+    assert list_merged(keys, remote, into=local) == keys[:2]
+    local.delete(keys[0])
+    local.delete(keys[1])
+    assert list_merged(keys, remote, into=local) == []
 
 
 def test_a_lost_local_disk_takes_no_curve_with_it(tmp_path: Path) -> None:

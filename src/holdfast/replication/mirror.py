@@ -58,7 +58,7 @@ from holdfast.root.commit import (
     remove_files,
     sync_checkpoint,
 )
-from holdfast.root.history_writer import are_merged, copy_segments, list_segments
+from holdfast.root.history_writer import copy_segments, list_merged, list_segments
 from holdfast.threads.workers import Background
 
 BACKOFF_S = 1.0
@@ -397,9 +397,9 @@ class Mirror(UploadQueries):
                 self._segments = {*list_segments(self._local)}
             found = copy_segments(self._local, self._remote)
             gone = sorted(self._segments.difference(found))
-            if are_merged(gone, self._remote, into=self._local):
-                self._remote.delete_many(gone)
-            else:  # someone has removed them
+            merged = list_merged(gone, self._remote, into=self._local)
+            self._remote.delete_many(merged)
+            if len(merged) < len(gone):  # someone has removed them from the local tier
                 copy_segments(self._remote, self._local)
             self._segments = {*list_segments(self._local)} if gone else {*found}
         except Exception as error:  # noqa: BLE001 - the next upload tries again

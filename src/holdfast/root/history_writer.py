@@ -216,17 +216,30 @@ def copy_segments(source: Store, target: Store) -> dict[str, int]:
     return found
 
 
-def are_merged(keys: Iterable[str], source: Store, *, into: Store) -> bool:
-    """Whether another root has parts of all sessions that these segments of `source` have."""
-    left = {nonce for key in keys for nonce in _read_nonces(source, key)}
-    for key in list_segments(into) if left else ():
-        left -= _read_nonces(into, key)
-    return not left
+def list_merged(keys: Iterable[str], source: Store, *, into: Store) -> list[str]:
+    """List those of these segments of `source` whose rows and events another root has."""
+    segments = {key: found for key in keys if (found := _read_segment(source, key)) is not None}
+    known: dict[str, set[tuple[object, ...]]] = {}
+    thinned: dict[str, int] = {}
+    for key in list_segments(into) if segments else ():
+        found = _read_segment(into, key)
+        for session in found.sessions if found is not None else ():
+            known.setdefault(session.nonce, set()).update(_list_records(session))
+            thinned[session.nonce] = max(session.every, thinned.get(session.nonce, 0))
+
+    def is_merged(session: HistorySession) -> bool:
+        is_thinned = thinned.get(session.nonce, 0) > session.every
+        return is_thinned or known.get(session.nonce, set()).issuperset(_list_records(session))
+
+    return [key for key, segment in segments.items() if all(map(is_merged, segment.sessions))]
 
 
-def _read_nonces(store: Store, key: str) -> set[str]:
-    segment = _read_segment(store, key)
-    return set() if segment is None else {session.nonce for session in segment.sessions}
+def _list_records(session: HistorySession) -> Iterator[tuple[object, ...]]:
+    for part in session.rows:
+        yield from (
+            (name, *at) for at in zip(part.steps, part.times, strict=True) for name in part.names
+        )
+    yield from ((event.what, event.folder, event.time) for event in session.events)
 
 
 def _is_of_same_claim(segment: HistorySegment, other: HistorySegment | None) -> bool:
