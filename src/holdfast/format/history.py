@@ -69,7 +69,7 @@ class HistorySession(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class HistorySegment(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One file of the history: a part of a session, or merged parts of several."""
+    """File of the history: a part of a session, or merged parts of several."""
 
     kind: ClassVar[str] = "history"
     max_nbytes: ClassVar[int] = MAX_SEGMENT_NBYTES

@@ -240,7 +240,7 @@ def _expect_kept(store: Store, entry: Entry) -> None:
 
 
 class Marking:
-    """What keeps single checkpoints whatever the rule of retention says."""
+    """Pins, tags and late metrics of single checkpoints, as methods of the manager."""
 
     _catalog: Catalog
 

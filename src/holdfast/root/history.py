@@ -91,7 +91,7 @@ class FailedSave:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHistory:
-    """What is recorded of a run, from its first step, whatever was deleted since."""
+    """Metrics, saves and deletions of a run since its first step."""
 
     curves: Mapping[str, HistoryCurve]
     """By metric, the values of the run as it is now: of each session up to the step from which
@@ -248,7 +248,7 @@ class HistoryReader:
 
 
 class _Recorded:
-    """What the segments have of one epoch."""
+    """Rows and events of one epoch, from all segments."""
 
     def __init__(self) -> None:
         self.resumed_from: Reference | None = None

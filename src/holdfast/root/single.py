@@ -1,4 +1,4 @@
-"""One checkpoint of a root that cannot be listed, as a root of its own that can only be read."""
+"""Checkpoint of a root that cannot be listed, as a read-only root of its own."""
 
 from __future__ import annotations
 

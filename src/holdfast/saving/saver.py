@@ -256,7 +256,7 @@ class Saver:
 
 
 class SaveTask:
-    """One staged save as a list of phases, those of `pending.progress`, run by the save thread."""
+    """Staged save as a list of phases, those of `pending.progress`, run by the save thread."""
 
     def __init__(
         self,

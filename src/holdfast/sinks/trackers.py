@@ -34,7 +34,7 @@ _HAS_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedCheckpoint:
-    """Where a committed checkpoint is, and which one it is."""
+    """Place and identity of a committed checkpoint."""
 
     root: str
     """URL or absolute path of the root, without secrets."""

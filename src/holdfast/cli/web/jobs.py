@@ -55,7 +55,7 @@ class Job:
 
     @property
     def state(self) -> State:
-        """Where the work stands."""
+        """Progress of the work."""
         future = self.future
         if future is None or not (future.running() or future.done()):
             return "waiting"

@@ -29,7 +29,7 @@ STATUS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What is known of a run."""
+    """Row of the table of runs."""
 
     name: str
     watched: WatchedRun | None

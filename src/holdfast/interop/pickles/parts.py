@@ -62,7 +62,7 @@ MAX_TEXT = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Where the bytes of a tensor are: `strides` and `offset` are in elements of its data."""
+    """Position of a tensor's bytes: `strides` and `offset` are in elements of its data."""
 
     data: Span | bytes
     offset: int

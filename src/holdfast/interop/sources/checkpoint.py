@@ -69,7 +69,7 @@ def _is_ours(folder: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where the bytes of a tensor lie that is stored in one piece."""
+    """Position of the bytes of a tensor that is stored in one piece."""
 
     file: str
     start: int

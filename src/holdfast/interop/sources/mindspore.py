@@ -272,7 +272,7 @@ class MindSporeFile(Source):
 
 @dataclass(frozen=True, slots=True)
 class _Slices:
-    """Where the bytes of a tensor are: slices one after the other."""
+    """Positions of a tensor's bytes: slices in order."""
 
     positions: Sequence[int]
     """First byte of each slice in the file."""

@@ -50,7 +50,7 @@ _MAX_DIGESTED_NBYTES = 2**16
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What is known of an attribute at one time."""
+    """Identity and content of an attribute at one time."""
 
     kind: str
     value: Any
