@@ -76,6 +76,12 @@ class Noted:
             assert self._changed.wait_for(lambda: len(self.of(kind)) >= times, 60), self.events
         return self.of(kind)[times - 1]
 
+    def wait_for_step(self, kind: str, step: int) -> None:
+        """Wait for an event of that kind about that step."""
+        with self._changed:
+            found = self._changed.wait_for(lambda: step in [one.step for one in self.of(kind)], 60)
+            assert found, self.events
+
 
 class Switch(MemoryStore):
     """A remote tier that can be cut off."""
