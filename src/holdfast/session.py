@@ -53,7 +53,7 @@ from holdfast.staging.overlap import Overlap
 from holdfast.state.capture.capture import Captured, Capturer
 from holdfast.state.capture.edits import edited
 from holdfast.state.capture.lacking import refusals, slots_stamp
-from holdfast.state.components import RNG, check_state, marked, refuse_fsdp1, unwrapped
+from holdfast.state.components import RNG, check_state, marked, refuse_other_sharding, unwrapped
 from holdfast.threads.buffers import collector_paused
 
 _UPLOADS_END_S = 6.0
@@ -89,7 +89,7 @@ class Session:
         """Build the parts; `options` are those of `Checkpoints`, unless `root` is one."""
         state, per_rank = marked(state)
         check_state(state)
-        refuse_fsdp1(state)
+        refuse_other_sharding(state)
         self.state = state = unwrapped(state)
         self.hooks = hooks if hooks is not None else StateHooks()
         self._judged: object = None

@@ -27,6 +27,7 @@ from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.root.catalog import Catalog
 from holdfast.staging.device import refuse_capture
 from holdfast.state.capture.edits import Edit, StateView, cast_floats
+from holdfast.state.components import refuse_other_sharding
 from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.modules import note_loaded
 from holdfast.state.patterns import Entries, convert_names
@@ -105,6 +106,7 @@ def load_weights(
     Raises:
         UsageError: an argument names nothing, an edit cannot be made, or a CUDA graph is being
             captured, or each rank saved its own weights; without a model: an argument needs one.
+        UnsupportedState: DeepSpeed has other copies of the model's parameters.
         NoCheckpoint: no checkpoint matches `source` and `which`.
         FormatError: the checkpoint is damaged.
         SealError: it is encrypted for other keys, or not encrypted.
@@ -119,6 +121,7 @@ def load_weights(
         )
         with open_any(source, which=which, encrypt=encrypt) as opened:
             return _read_tensors(opened, component, include, skip)
+    refuse_other_sharding({component: model}, allows_fsdp1=True)
     narrowed: list[str] = []
     if edit is None and component in AVERAGES:
         edit = partial(_cast, component, model, narrowed)

@@ -19,11 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from distributed.run import run_ranks
-from holdfast import CheckpointManager, Checkpoints
+from holdfast import CheckpointManager, Checkpoints, PerRank, load_weights
 from holdfast.data import Loader
 from holdfast.errors import HoldfastError, UnsupportedState
 from holdfast.saving.distributed import _COMPARED_EVERY
 from holdfast.train import Trainer
+from marks import full
 from stages import Stage
 
 State = dict[str, Any]
@@ -45,7 +46,7 @@ class Normed(nn.Module):
         return self.last(self.norm(self.first(batch)))  # type: ignore[no-any-return]
 
 
-def plain() -> nn.Module:
+def plain() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
 
@@ -74,7 +75,7 @@ def optimized(model: nn.Module) -> State:
 
 
 def on_two_ranks(root: Path, rank: int) -> dict[str, str]:
-    """Buffers with and without DDP, and FSDP1."""
+    """Buffers with and without DDP."""
     found = {}
     for name in ("forgotten", "apart", "wrapper", "inside", "average"):
         torch.manual_seed(1)
@@ -100,25 +101,10 @@ def on_two_ranks(root: Path, rank: int) -> dict[str, str]:
                 manager.resume()
             found["large"] = str(float(inside.large[0]))
         del model
-    try:
-        wrapped = FullyShardedDataParallel(plain(), device_id=torch.device("cpu"))
-        found["fsdp1"] = saves(root / "fsdp1", {"model": nn.Sequential(wrapped)}, lambda: None, 1)
-    except UnsupportedState as error:
-        found["fsdp1"] = str(error)
-    try:
-        Trainer(
-            wrapped,
-            optimizer=torch.optim.SGD(wrapped.parameters()),
-            data=Loader(torch.ones(8, 8), batch_size=2),
-            loss=lambda model, batch: model(batch).sum(),
-            checkpoints=Checkpoints(root / "trainer"),
-        )
-    except UnsupportedState as error:
-        found["trainer"] = str(error)
     return found
 
 
-def test_buffers_come_from_rank_0_under_ddp_and_fsdp1_is_refused(tmp_path: Path) -> None:
+def test_buffers_come_from_rank_0_under_ddp(tmp_path: Path) -> None:
     first, second = run_ranks(2, partial(on_two_ranks, tmp_path))
     assert first is not None
     assert second is not None
@@ -128,8 +114,85 @@ def test_buffers_come_from_rank_0_under_ddp_and_fsdp1_is_refused(tmp_path: Path)
     for name in ("forgotten", "apart"):
         assert "hold different values" in first[name]
     assert "model.norm.running_mean: rank 0 and rank 1" in first["apart"]
-    for name in ("fsdp1", "trainer"):
-        assert "model: FullyShardedDataParallel (FSDP1) is not supported" in first[name]
+
+
+class Holding:
+    """A user's own object with a state, around a part of the training."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def state_dict(self) -> Any:
+        return self.part.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.part.load_state_dict(state)
+
+
+def under_fsdp1(root: Path, rank: int) -> list[str]:
+    """Refuse everything that holds FSDP1; return the weights that were loaded wrongly."""
+    wrong = []
+    for keeps_parameters in (False, True):
+        module = FullyShardedDataParallel(
+            plain(), device_id=torch.device("cpu"), use_orig_params=keeps_parameters
+        )
+        optimizer = torch.optim.AdamW(module.parameters())
+        ways = [
+            nn.Sequential(module),
+            module.module,
+            optimizer,
+            PerRank(optimizer),
+            Holding(module),
+            Holding(optimizer),
+        ]
+        for part in ways:
+            with pytest.raises(UnsupportedState, match=r"part: FullyShardedDataParallel \(FSDP1\)"):
+                CheckpointManager(root / "refused", {"part": part})
+        with pytest.raises(UnsupportedState, match="FSDP1"):
+            Trainer(
+                module,
+                optimizer=optimizer,
+                data=Loader(torch.ones(8, 8), batch_size=2),
+                loss=lambda model, batch: model(batch).sum(),
+                checkpoints=Checkpoints(root / "trainer"),
+            )
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        CheckpointManager(root / "scheduler", {"part": scheduler}).close()
+        load_weights(root / "plain", module)
+        found = module.state_dict()
+        expected = load_weights(root / "plain")
+        wrong += [name for name in expected if not torch.equal(found[name], expected[name])]
+    return wrong
+
+
+@pytest.mark.parametrize("num_ranks", [2, *full(1)])
+def test_fsdp1_is_refused_however_it_is_held_and_gets_weights(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    model = plain()
+    nn.init.ones_(model[0].weight)
+    with CheckpointManager(tmp_path / "plain", {"model": model}) as manager:
+        manager.save(1, wait=True)
+    found = run_ranks(num_ranks, partial(under_fsdp1, tmp_path))
+    assert found == [[]] * num_ranks
+
+
+@pytest.mark.parametrize("name", ["DeepSpeedEngine", "DeepSpeedOptimizer"])
+def test_deepspeed_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Classes of its names stand in, as it is not installed here."""
+    kind = nn.Module if name == "DeepSpeedEngine" else object
+    base = type(name, (kind,), {"__module__": "deepspeed.runtime"})
+    part = type("Derived", (Holding, base), {})(None) if kind is object else base()
+    model = plain()
+    partitioned = plain()
+    partitioned[0].weight.ds_id = 0
+    for state in (part, Holding(part), partitioned):
+        with pytest.raises(UnsupportedState, match="part: DeepSpeed"):
+            CheckpointManager(tmp_path, {"model": model, "part": state})
+    with CheckpointManager(tmp_path / "plain", {"model": model}) as manager:
+        manager.save(1, wait=True)
+    with pytest.raises(UnsupportedState, match="DeepSpeed"):
+        load_weights(tmp_path / "plain", partitioned)
 
 
 def ddp(rank: int) -> tuple[State, nn.Module]:

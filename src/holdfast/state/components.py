@@ -52,6 +52,27 @@ _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _PARALLEL = (DataParallel, DistributedDataParallel)
 
 _FSDP = "torch.distributed.fsdp"
+_PARTS = (
+    "is not supported, as each rank has other parts of the parameters and moments under one name"
+)
+_FSDP1 = f"FullyShardedDataParallel (FSDP1) {_PARTS}. Use torch.distributed.fsdp.fully_shard"
+_DEEPSPEED = (
+    f"DeepSpeed {_PARTS}. Save with its own save_checkpoint, whose folder `holdfast import` reads; "
+    "or train with torch.distributed.fsdp.fully_shard"
+)
+_SHARDING = {
+    "FullyShardedDataParallel": (_FSDP, _FSDP1),
+    "DeepSpeedEngine": ("deepspeed", _DEEPSPEED),
+    "DeepSpeedOptimizer": ("deepspeed", _DEEPSPEED),
+}
+"""Name of a class -> its package, and why it and its subclasses are refused."""
+_MARKS = {
+    "_is_flat_param": _FSDP1,
+    "_fsdp_flattened": _FSDP1,
+    "ds_id": _DEEPSPEED,
+    "_hp_mapping": _DEEPSPEED,
+}
+"""Attribute of a parameter -> why it is refused, also without the module that shards it."""
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
 
 _OF_AN_OBJECT = (
@@ -225,27 +246,43 @@ def check_state(state: Mapping[str, Any]) -> None:
         raise UsageError("state:\n" + listing(wrong))
 
 
-def refuse_fsdp1(state: Mapping[str, Any]) -> None:
-    """Refuse modules in torch's first FSDP: ranks hold parts of parameters under one name."""
-    names = [
-        name
-        for name, value in state.items()
-        if isinstance(value, nn.Module) and any(map(_is_fsdp1, {*map(type, value.modules())}))
-    ]
-    if names:
-        reason = (
-            "FullyShardedDataParallel (FSDP1) is not supported, as each rank has other parts of "
-            "the parameters and moments under one name. Use torch.distributed.fsdp.fully_shard"
-        )
-        raise UnsupportedState([(name, reason) for name in names])
+def refuse_other_sharding(state: Mapping[str, Any], *, allows_fsdp1: bool = False) -> None:
+    """Refuse what FSDP1 or DeepSpeed shards: ranks hold other parts under one name.
+
+    Objects are refused if an attribute of theirs is sharded. Only schedulers may have such an
+    optimizer, because they save nothing of it.
+    """
+    found = []
+    for name, value in state.items():
+        held = [] if hasattr(value, "get_last_lr") else getattr(value, "__dict__", {}).values()
+        reasons = [_find_sharding(one) for one in (value, *held)]
+        reason = next(filter(None, reasons), None)
+        if reason is not None and not (allows_fsdp1 and reason is _FSDP1):
+            found.append((name, reason))
+    if found:
+        raise UnsupportedState(found)
 
 
-def _is_fsdp1(kind: type) -> bool:
-    # By name: importing the class would import all of it.
-    return any(
-        one.__name__ == "FullyShardedDataParallel" and one.__module__.startswith(_FSDP)
-        for one in kind.__mro__
+def _find_sharding(value: Any) -> str | None:
+    """Return why a module or optimizer is refused; None: nothing that is known shards it."""
+    parts, parameters = [value], list[Any]()
+    if isinstance(value, nn.Module):
+        parts, parameters = [*value.modules()], [*value.parameters()]
+    elif isinstance(value, Optimizer):
+        parameters = [one for group in value.param_groups for one in group["params"]]
+    # By name: importing the classes would import their libraries.
+    for one in {base for kind in {*map(type, parts)} for base in kind.__mro__}:
+        package, reason = _SHARDING.get(one.__name__, ("", None))
+        if reason is not None and one.__module__.startswith(package):
+            return reason
+    return next(
+        (why for one in parameters for mark, why in _MARKS.items() if _has_mark(one, mark)), None
     )
+
+
+def _has_mark(parameter: object, mark: str) -> bool:
+    found = getattr(parameter, mark, None)
+    return found is not None and found is not False
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.arguments import check_arguments, shown
 from holdfast.errors import UsageError, listing
-from holdfast.state.components import refuse_fsdp1
+from holdfast.state.components import refuse_other_sharding
 from holdfast.train.group import Group
 
 logger = logging.getLogger("holdfast")
@@ -293,7 +293,7 @@ def chosen_strategy(
     given: Name | Strategy | None, model: nn.Module, group: Group
 ) -> Strategy | None:
     """Return the strategy of an argument, DDP for several ranks by default; None for none."""
-    refuse_fsdp1({"model": model})
+    refuse_other_sharding({"model": model})
     if isinstance(model, DistributedDataParallel):
         raise UsageError(
             "model: pass the module itself, not a DistributedDataParallel: the Trainer wraps it"

@@ -27,7 +27,7 @@ from holdfast.state.components import (
     check_state,
     kind_of,
     parameter_names,
-    refuse_fsdp1,
+    refuse_other_sharding,
     structure,
 )
 from holdfast.state.generators import global_generators
@@ -214,7 +214,7 @@ class Capturer:
         unsaved: Mapping[str, str],
     ) -> CapturedComponent:
         """Capture a module by calling its `state_dict`, and cache the result where possible."""
-        refuse_fsdp1({name: module})  # it may have been wrapped since the manager was made
+        refuse_other_sharding({name: module})  # it may have been wrapped since the manager was made
         state = modules.state_of(name, module)
         tensors = list(state.values())
         walked = tensors if all(isinstance(tensor, Tensor) for tensor in tensors) else None
