@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import os
@@ -10,16 +11,21 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from holdfast.manager import CheckpointManager
+from holdfast.ranks.c10d import open_group
 
 Say = Callable[..., None]
 """Notes a moment of the run at which it may be killed; takes and ignores any arguments."""
@@ -33,16 +39,84 @@ def finish(job: Job, root: Path, *, kill_at: int = 0, at_calls: bool = False) ->
     With `at_calls` each call of a function is a moment, from the resume on; otherwise the job says
     which are. A job that ends by itself leaves its result in `root.result`.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # newer Pythons warn of threads, of which none matters here
-        pid = os.fork()
+    pid = _fork()
     if pid == 0:
-        _become(job, root, kill_at, at_calls)
+        _become(job, root, root.with_suffix(".result"), kill_at, at_calls)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status)
 
 
-def _become(job: Job, root: Path, kill_at: int, at_calls: bool) -> NoReturn:
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of threads, of which none matters here
+        return os.fork()
+
+
+def finish_ranks(
+    job: Job, root: Path, num_ranks: int, *, kill: Kill | None = None, at_calls: bool = False
+) -> list[int]:
+    """Run a job in as many forks, which form a group of gloo; return the exit codes by rank.
+
+    A rank that ends by itself leaves its result in `root.result` and its number. Ranks that fail
+    because another was killed have a minute to end.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks: dict[int, int] = {}
+    for rank in range(num_ranks):
+        pid = _fork()
+        if pid == 0:
+            at = kill.moment if kill is not None and kill.rank == rank else 0
+            result = root.with_suffix(f".result{rank}")
+            with_group = partial(_in_group, job, store.port, rank, num_ranks)
+            _become(with_group, root, result, at, at_calls)
+        ranks[pid] = rank
+    codes, killer = [0] * num_ranks, threading.Timer(60, _kill, [ranks])
+    while ranks:
+        pid, status = os.wait()
+        rank = ranks.pop(pid)
+        codes[rank] = os.waitstatus_to_exitcode(status)
+        if kill is not None and rank == kill.rank:
+            if kill.is_of_all:
+                _kill(ranks)
+            else:
+                killer.start()
+    killer.cancel()
+    return codes
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in [*pids]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _in_group(
+    job: Job, port: int, rank: int, num_ranks: int, root: Path, say: Say
+) -> dict[str, Any]:
+    """Do a job as torchrun would have it done, with the group open already."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
+    names |= {"LOCAL_WORLD_SIZE": num_ranks, "OMP_NUM_THREADS": 1}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    open_group("gloo", timeout_s=120, store=store, rank=rank, world_size=num_ranks)
+    dist.barrier()  # else a rank that is done would disconnect from one that connects
+    found = job(root, say)
+    dist.barrier()
+    return found
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL of a rank at one of its moments, and of all others with it or not."""
+
+    rank: int
+    moment: int
+    is_of_all: bool
+
+
+def _become(job: Job, root: Path, result: Path, kill_at: int, at_calls: bool) -> NoReturn:
     moments = itertools.count(1)
 
     def say(*_: Any, **__: Any) -> None:
@@ -56,7 +130,7 @@ def _become(job: Job, root: Path, kill_at: int, at_calls: bool) -> NoReturn:
             _say_calls(say)
         found = job(root, say)
         sys.setprofile(None)
-        torch.save({"moments": next(moments), "found": found}, root.with_suffix(".result"))
+        torch.save({"moments": next(moments), "found": found}, result)
         status = 0
     except SystemExit as ended:
         status = int(ended.code or 0)
@@ -81,9 +155,10 @@ def _say_calls(say: Say) -> None:
     sys.setprofile(note)
 
 
-def result(root: Path) -> dict[str, Any]:
-    """What the job that ended in this root returned."""
-    found: dict[str, Any] = torch.load(root.with_suffix(".result"), weights_only=False)
+def result(root: Path, rank: int | None = None) -> dict[str, Any]:
+    """What the job that ended in this root returned, on a rank of several."""
+    suffix = ".result" if rank is None else f".result{rank}"
+    found: dict[str, Any] = torch.load(root.with_suffix(suffix), weights_only=False)
     return found
 
 
@@ -100,6 +175,24 @@ def assert_kills_change_nothing(
         assert code == -signal.SIGKILL, f"life {number + 1} ended with {code}"
     assert finish(job, killed) == 0
     assert_equal(result(killed)["found"], expected["found"])
+
+
+def assert_kills_of_ranks_change_nothing(
+    job: Job, folder: Path, num_ranks: int, *, kills: int, seed: int
+) -> None:
+    """Kill one rank or all that often, at random calls; every rank ends as one undisturbed."""
+    undisturbed, killed = folder / "undisturbed", folder / "killed"
+    assert finish_ranks(job, undisturbed, num_ranks, at_calls=True) == [0] * num_ranks
+    expected, draw = [result(undisturbed, rank) for rank in range(num_ranks)], random.Random(seed)
+    longest = max(expected[0]["moments"] * 3 // (2 * kills), expected[0]["moments"] // 4)
+    for number in range(kills):
+        kill = Kill(draw.randrange(num_ranks), draw.randrange(1, longest), draw.random() < 0.5)
+        codes = finish_ranks(job, killed, num_ranks, kill=kill, at_calls=True)
+        assert codes[kill.rank] == -signal.SIGKILL, f"life {number + 1} ended with {codes}"
+        assert 0 not in codes, f"life {number + 1} ended with {codes}"
+    assert finish_ranks(job, killed, num_ranks) == [0] * num_ranks
+    for rank in range(num_ranks):
+        assert_equal(result(killed, rank)["found"], expected[rank]["found"], f"rank {rank}")
 
 
 def assert_equal(found: Any, expected: Any, at: str = "result") -> None:

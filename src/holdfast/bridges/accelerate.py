@@ -26,8 +26,12 @@ _PREPARED = ("_models", "_optimizers", "_schedulers", "_custom_objects")
 _SUPPORTED = "1.2 to 1.15"
 
 _FRAMEWORK = "accelerate"
-_DISTRIBUTED = ("NO", "MULTI_CPU", "MULTI_GPU")
-"""Ways of running whose models and optimizers are those of torch, or DDP around them."""
+_REFUSED = {
+    "FSDP": "FSDP1 shards parameters under one name; set fsdp_version=2",
+    "DEEPSPEED": "its engine owns the optimizer; use FSDP2 (fsdp_version=2), or DDP for ZeRO-1 "
+    "and ZeRO-2 models that fit on each rank",
+}
+"""Ways of running that Accelerate has besides torch's modules, DDP and FSDP2, and what to do."""
 
 
 def state(accelerator: Accelerator, *, data: Any = None, **others: Any) -> dict[str, Any]:
@@ -63,6 +67,7 @@ def state(accelerator: Accelerator, *, data: Any = None, **others: Any) -> dict[
     if accelerator.scaler is not None:
         found["scaler"] = accelerator.scaler
     if data is not None:
+        check_data_ranks(accelerator, data)
         found["data"] = data
     taken = sorted(found.keys() & others.keys())
     if taken:
@@ -77,14 +82,32 @@ def _check_accelerator(accelerator: Accelerator) -> None:
             f"accelerate {accelerate.__version__}: an Accelerator has no {', '.join(missing)}; "
             f"this bridge is tested with {_SUPPORTED}"
         )
-    kind: DistributedType = accelerator.distributed_type
-    if kind.name not in _DISTRIBUTED:
-        raise UsageError(
-            f"distributed_type={kind.name}: this bridge takes {', '.join(_DISTRIBUTED)}. For FSDP2 "
-            "give a CheckpointManager the components themselves (docs/ranks.md)"
-        )
+    check_distributed_type(accelerator)
     if not accelerator._models:
         raise UsageError("the accelerator has prepared no model: call state() after prepare()")
+
+
+def check_distributed_type(accelerator: Accelerator) -> None:
+    """Raise `UsageError` unless models and optimizers are those of torch, DDP or FSDP2."""
+    kind: DistributedType = accelerator.distributed_type
+    is_fsdp2 = kind.name == "FSDP" and accelerator.state.fsdp_plugin.fsdp_version == 2
+    if kind.name == "NO" or kind.name.startswith("MULTI_") or is_fsdp2:
+        return
+    reason = _REFUSED.get(kind.name, "not supported by this bridge; use DDP or FSDP2")
+    raise UsageError(f"distributed_type={kind.name}: {reason}")
+
+
+def check_data_ranks(accelerator: Accelerator, data: Any) -> None:
+    """Raise `UsageError` if ranks that hold parts of one replica would get different batches."""
+    config = getattr(accelerator, "parallelism_config", None)
+    size = 1 if config is None else config.non_data_parallel_size
+    expected = accelerator.num_processes // size
+    found = getattr(data, "ranks", None)
+    if size > 1 and found is not None and found.world_size != expected:
+        raise UsageError(
+            f"data: batches are divided among {found.world_size} ranks, and {size} ranks hold one "
+            f"replica: give the Loader ranks=DataRanks(rank // {size}, {expected})"
+        )
 
 
 def _counts(accelerator: Accelerator) -> dict[str, int]:

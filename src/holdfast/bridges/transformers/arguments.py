@@ -17,7 +17,6 @@ from holdfast.policy.rules import All, Best, Last, as_rule
 
 _DEFAULT_STEPS = 500
 """`save_steps` of arguments that do not name it."""
-_SHARDED = "for sharded weights use holdfast.train with FSDP2"
 
 
 def translate_arguments(args: Any, given: Checkpoints, emit: Emitter) -> Checkpoints:
@@ -136,8 +135,6 @@ def _refuse_arguments(args: Any) -> None:
     """Raise `UsageError` for arguments that would be ignored, or cannot be resumed exactly."""
     pushes = _value_of(args.hub_strategy) if args.push_to_hub else "end"
     reasons = {
-        "deepspeed": (args.deepspeed, f"its optimizer cannot be a component; {_SHARDED}"),
-        "fsdp": (args.fsdp, f"not supported by this bridge; {_SHARDED}"),
         "auto_find_batch_size": (
             args.auto_find_batch_size,
             "a position in the data needs one batch size: set per_device_train_batch_size",

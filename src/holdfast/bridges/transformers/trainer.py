@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
+from holdfast.bridges.accelerate import check_data_ranks, check_distributed_type
 from holdfast.bridges.parts import only_leader, reporting
 from holdfast.bridges.transformers.arguments import OtherInterval, translate_arguments
 from holdfast.bridges.transformers.run import Elsewhere, TransformersRun, newest_step
@@ -78,6 +79,7 @@ class CheckpointedMixin(_Trainer):
         """
         check_names()
         super().__init__(*args, **kwargs)
+        check_distributed_type(self.accelerator)
         given = Checkpoints.of(self.args.output_dir if checkpoints is None else checkpoints, {})
         if given.root is None:
             raise UsageError("checkpoints: the root is None; give a path to save in")
@@ -153,6 +155,7 @@ class CheckpointedMixin(_Trainer):
         if not run.has_own_data:
             run.data = loader_of(self, super().get_train_dataloader())
         check_windows(run.data, self.args)
+        check_data_ranks(self.accelerator, run.data)
         run.epochs = Epochs(run.data, self.args, run.is_over)
         return run.epochs
 
