@@ -79,14 +79,14 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 101_800, _SMALLER, reason="prove, evaluate, and the history of a run"),
+    Limit("lines of src", 102_060, _SMALLER, reason="tensor subclasses are saved"),
     # All but train, bridges, interop, sinks, cli and testing.
     Limit("lines of the core", 58_300, _SMALLER, reason="silent faults of ranks and state"),
     Limit(
         "modules",
-        390,
+        391,
         "Put the function beside its only caller",
-        reason="prove, evaluate, and the history of a run",
+        reason="tensor subclasses are saved",
     ),
     # Classes with one name in several modules; the figure counts names.
     Limit("public class names used twice", 0, "Put the subject into the name", slack=2),

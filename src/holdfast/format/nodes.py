@@ -63,6 +63,18 @@ class TensorRef(
     """Its dimensions from the outermost to the innermost in memory; empty when row-major."""
 
 
+class SubclassRef(msgspec.Struct, frozen=True):
+    """A tensor subclass, stored as its inner tensors. Class and context are only compared."""
+
+    type: str
+    """Its class, "module:Name", which is never imported."""
+    shape: tuple[int, ...]
+    dtype: str
+    tensors: Mapping[str, Any]
+    """Name of each inner tensor -> `TensorRef`, or `SubclassRef`."""
+    context: Any
+
+
 class ArrayRef(msgspec.Struct, frozen=True, gc=False, rename={"key": "$array"}):
     """A numpy array that is stored as a tensor; encoded as an `$array` node."""
 

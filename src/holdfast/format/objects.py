@@ -25,6 +25,7 @@ from holdfast.format.nodes import (
     EnumValue,
     GeneratorState,
     SizeTuple,
+    SubclassRef,
     TensorRef,
     are_tensors,
     is_unicode,
@@ -218,6 +219,8 @@ class _TreeEncoder:
                 return self._record_offender(path, str(err))
         if type_ is GeneratorState:
             return self._encode_generator(value, path, level)
+        if type_ is SubclassRef:
+            return self._encode_subclass(value, path, level)
         if type_ is EnumValue or isinstance(value, enum.Enum):
             return self._enum(value, path, level)
         return self._lower_and_encode(value, path, level, lowered=lowered)
@@ -343,6 +346,17 @@ class _TreeEncoder:
         member = self.encode(value.value, join_path(path, "value"), level + 2)
         return {"$enum": {"type": kind, "name": name, "value": member}}
 
+    def _encode_subclass(self, value: SubclassRef, path: str, level: int) -> Any:
+        if level > _MAX_LEVEL:
+            return self._record_offender(path, "nested too deeply")
+        tensors = {
+            name: self.encode(part, join_path(path, name), level + 3)
+            for name, part in value.tensors.items()
+        }
+        node = {"type": value.type, "shape": value.shape, "dtype": value.dtype, "tensors": tensors}
+        node["context"] = self.encode(value.context, join_path(path, "context"), level + 2)
+        return {"$subclass": node}
+
     def _encode_generator(self, value: GeneratorState, path: str, level: int) -> Any:
         if level > _MAX_LEVEL:
             return self._record_offender(path, "nested too deeply")
@@ -398,11 +412,14 @@ class _TreeDecoder:
         raise self._error(f"unknown node {name[:40]!r}")
 
     def _leaf(self, name: str, argument: Any) -> Any:
+        value = self._read_node(name, argument)
+        return self._lifted(value) if name in _LIFTED else value
+
+    def _read_node(self, name: str, argument: Any) -> Any:
         try:
-            value = READERS[name](argument)
+            return READERS[name](argument)
         except (ValueError, OverflowError) as err:
             raise FormatError(f"{self._what}: in a node {name!r}: {str(err)[:200]}") from err
-        return self._lifted(value) if name in _LIFTED else value
 
     def _lifted(self, node: Any) -> Any:
         return node if self._lift is None else self._lift(node)
@@ -524,6 +541,24 @@ class _TreeDecoder:
             case _:
                 raise self._error("a malformed $enum node")
 
+    def read_subclass(self, node: Any) -> Any:
+        match node:
+            case {
+                "type": str() as type_,
+                "shape": shape,
+                "dtype": dtype,
+                "tensors": dict() as tensors,
+                "context": context,
+                **rest,
+            } if tensors and not rest:
+                if all(map(_is_tensor_node, tensors.values())):
+                    sizes = self._read_node("$size", shape).dims
+                    self._read_node("$dtype", dtype)
+                    inner = {name: self.decode(part) for name, part in tensors.items()}
+                    ref = SubclassRef(type_, sizes, dtype, inner, self.decode(context))
+                    return self._lifted(ref)
+        raise self._error("a malformed $subclass node")
+
     def read_generator(self, node: Any) -> Any:
         if type(node) is not dict or type(node.get("kind")) is not str:
             raise self._error("a $generator node without a kind")
@@ -531,6 +566,10 @@ class _TreeDecoder:
             raise self._error("a malformed $generator node")
         members = {name: self.decode(item) for name, item in node.items() if name != "kind"}
         return self._lifted(GeneratorState(node["kind"], members))
+
+
+def _is_tensor_node(node: Any) -> bool:
+    return type(node) is dict and next(iter(node), "") in ("$tensor", "$subclass")
 
 
 def _are_plain_tensors(nodes: Collection[Any]) -> bool:
@@ -629,9 +668,10 @@ _COLLECTIONS: dict[str, Callable[[Any], Any]] = {
 _INNER_READERS: dict[str, Callable[[_TreeDecoder, Any], Any]] = {
     "$same": _TreeDecoder.read_same,
     "$enum": _TreeDecoder.read_enum,
+    "$subclass": _TreeDecoder.read_subclass,
     "$generator": _TreeDecoder.read_generator,
 }
-_NEVER_KEYS = (TensorRef, ArrayRef, GeneratorState)
-_NEVER_IN_KEYS = ("$tensor", "$array", "$generator", "$same", "$deque")
+_NEVER_KEYS = (TensorRef, ArrayRef, GeneratorState, SubclassRef)
+_NEVER_IN_KEYS = ("$tensor", "$array", "$generator", "$subclass", "$same", "$deque")
 _MAYBE_NAN = (b'{"$float"', b'{"$scalar"')
 _LIFTED = frozenset({"$array", "$dtype", "$device", "$size"})

@@ -27,7 +27,7 @@ from holdfast.staging.device import is_capturing
 from holdfast.state.capture.capture import Captured
 from holdfast.state.capture.lacking import Stepped
 from holdfast.state.capture.outside import NUM_COMPARISONS
-from holdfast.state.leaves import local_of, refusal
+from holdfast.state.leaves import is_subclass, local_of, refusal
 
 _GradMark: TypeAlias = "tuple[weakref.ref[Tensor], int] | None"
 _WeakStepped: TypeAlias = "tuple[weakref.ref[Optimizer], Callable[[], GradScaler | None]]"
@@ -420,7 +420,9 @@ def _scaler_on_stack() -> Callable[[], GradScaler | None]:
 
 def _can_be_sampled(parameter: Tensor) -> bool:
     local = local_of(parameter)
-    return refusal(parameter) is None and local.is_contiguous() and not local.is_complex()
+    if refusal(parameter) is not None or is_subclass(local):
+        return False
+    return local.is_contiguous() and not local.is_complex()
 
 
 def _are_equal(before: Tensor, now: Tensor) -> bool:

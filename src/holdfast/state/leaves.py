@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,9 +63,18 @@ def by_plain_name(name: str) -> torch.dtype:
     return dtype
 
 
+_PLAIN_VALUES = (
+    *(type(None), bool, int, float, str, bytes, Enum),
+    *(torch.dtype, torch.device, torch.Size),
+)
+_AS_TEXT = (torch.layout, torch.memory_format)
+PARTS = ("__tensor_flatten__", "__tensor_unflatten__")
+"""Methods by which torch takes a tensor subclass apart, and makes one."""
+
 _META = "a meta tensor has no data; materialise the model first"
 _FREED = "its storage was freed"
 _LAZY = "not initialised yet (lazy module); run one forward pass first"
+_SHARDED = "a DTensor whose local tensor is a tensor subclass cannot be saved"
 PASSING = frozenset({_META, _FREED, _LAZY})
 """Refusals of tensors that may get data before the first save."""
 
@@ -72,7 +83,8 @@ def refusal(tensor: Tensor) -> str | None:
     """Return why `tensor` can be neither saved nor loaded into, or None if it can."""
     if type(tensor) not in PLAIN_TYPES:
         if is_dtensor(tensor):
-            return refusal(tensor._local_tensor)
+            local = tensor._local_tensor
+            return _SHARDED if is_subclass(local) else refusal(local)
         return _subclass_refusal(tensor)
     if tensor.is_meta:
         return _META
@@ -89,7 +101,7 @@ def refusal(tensor: Tensor) -> str | None:
     return None if _has_data(tensor) else _FREED
 
 
-def _subclass_refusal(tensor: Tensor) -> str:
+def _subclass_refusal(tensor: Tensor) -> str | None:
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return _LAZY
     name = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
@@ -97,7 +109,72 @@ def _subclass_refusal(tensor: Tensor) -> str:
         return "a ShardedTensor cannot be saved; shard with fully_shard or DTensors instead"
     if type(tensor).__name__ == "FakeTensor":
         return f"{name}: a fake tensor has no data"
-    return f"tensor subclass {name} cannot be saved; only torch.Tensor and Parameter can"
+    if tensor.is_nested:
+        return "nested tensors cannot be saved"
+    if not is_subclass(tensor):
+        return f"tensor subclass {name} cannot be saved, as it lacks {' and '.join(PARTS)}"
+    reasons = {part: refusal(inner) for part, inner in inner_tensors(tensor).items()}
+    for part, reason in reasons.items():
+        if reason is not None:
+            return reason if reason in PASSING else f"tensor subclass {name}: {part}: {reason}"
+    return None
+
+
+def is_subclass(tensor: Tensor) -> bool:
+    """Whether a tensor is a subclass that consists of inner tensors, and no DTensor."""
+    kind = type(tensor)
+    if kind in PLAIN_TYPES or is_dtensor(tensor):
+        return False
+    return all(hasattr(kind, name) for name in PARTS)
+
+
+def inner_tensors(tensor: Any) -> dict[str, Tensor]:
+    """Return the inner tensors of a subclass by name; some may be subclasses again."""
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+def plain_context(tensor: Any) -> Any:
+    """Return the context of a subclass as plain values, named tuples and dataclasses as dicts.
+
+    Raises:
+        ValueError: it has a value of a type that cannot be compared.
+    """
+    try:
+        return _plain(tensor.__tensor_flatten__()[1])
+    except RecursionError:
+        raise ValueError("a value inside itself") from None
+
+
+def _plain(value: Any) -> Any:
+    kind = type(value)
+    if isinstance(value, _PLAIN_VALUES):
+        return value
+    if isinstance(value, _AS_TEXT):
+        return str(value)
+    if is_dataclass(kind):
+        members = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {kind.__qualname__: _plain(members)}
+    if isinstance(value, tuple) and hasattr(kind, "_fields"):
+        return {kind.__qualname__: _plain(dict(zip(kind._fields, value, strict=True)))}
+    if kind is list or kind is tuple:
+        return kind(map(_plain, value))
+    if kind is dict:
+        return {_plain_key(key): _plain(item) for key, item in value.items()}
+    raise ValueError(f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _plain_key(key: Any) -> Any:
+    if isinstance(key, str | int | Enum):
+        return key
+    raise ValueError(f"a key of the type {type(key).__qualname__}")
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """List the plain tensors whose memory a tensor is: itself, or those inside of it."""
+    tensor = local_of(tensor)
+    if not is_subclass(tensor):
+        return [tensor]
+    return [part for inner in inner_tensors(tensor).values() for part in plain_parts(inner)]
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
@@ -160,6 +237,8 @@ def span(tensor: Tensor) -> tuple[int, int]:
 
 def identity(tensor: Tensor) -> Hashable:
     """Return a key that live tensors with the same memory, layout and dtype share."""
+    if is_subclass(tensor):
+        return (type(tensor), *map(identity, inner_tensors(tensor).values()))
     if is_dtensor(tensor):
         return (identity(tensor._local_tensor), tensor.shape, tensor.device_mesh, tensor.placements)
     return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
@@ -18,13 +19,21 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import FormatError, MismatchError, UnsupportedState
-from holdfast.format.nodes import TensorRef
+from holdfast.format.nodes import SubclassRef, TensorRef
 from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import Cleaner, cleaner_of, is_of_fsdp, unwrap_module
-from holdfast.state.leaves import PASSING, identity, is_dtensor, local_of, refusal
+from holdfast.state.leaves import (
+    PASSING,
+    identity,
+    is_dtensor,
+    is_subclass,
+    local_of,
+    plain_parts,
+    refusal,
+)
 from holdfast.state.planning.copying import (
     Fetching,
     Stored,
@@ -33,6 +42,7 @@ from holdfast.state.planning.copying import (
     fetched,
     read_all,
 )
+from holdfast.state.planning.inner import InnerPair, match_inner
 from holdfast.state.planning.livevalues import revive
 from holdfast.state.planning.merge import Claims, is_writable_in_place
 from holdfast.state.planning.plans import LoadPlan, undo_changes
@@ -206,7 +216,9 @@ def _is_same_tensor(live: Tensor, value: Tensor) -> bool:
         return type(live) is type(value) or refusal(value) is not None
     if is_dtensor(value) is not is_dtensor(live):
         return False
-    return value.dtype == live.dtype and local_of(value).is_set_to(local_of(live))
+    parts, live_parts = plain_parts(value), plain_parts(live)
+    is_same = value.dtype == live.dtype and len(parts) == len(live_parts)
+    return is_same and all(map(Tensor.is_set_to, parts, live_parts))
 
 
 def _extras(inners: _Inners, entries: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -361,20 +373,22 @@ class ModulePlan(LoadPlan):
     """A load into one module: checks, then copies into its leaves."""
 
     _live: LiveModule
+    _is_strict = True
+    _has_own = False
+    _versions: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, component: str, live: LiveModule, specs: Mapping[str, TensorSpec]) -> None:
         super().__init__(component, live, specs)
         self._wanted: dict[str, Any] = {}
         self._pairs: list[StoredPair] = []
         self._lifted: dict[str, Any] = {}
-        self._versions: Mapping[str, int] = {}
+        self._inner: dict[str, list[InnerPair]] = {}
+        self._lives: dict[int, Tensor] = {}
         self._own_loading: frozenset[str] = live.own_loading
         self._is_opaque = live.is_opaque
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._left: set[str] = set()
-        self._is_strict = True
-        self._has_own = False
 
     def check(self, stored: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Match stored with live names; record what does not fit."""
@@ -466,6 +480,10 @@ class ModulePlan(LoadPlan):
             path = f"{self._component}.{name}"
             if name not in self._live.entries:
                 self.destinations.match(None, value, path, problems)
+            elif isinstance(value, SubclassRef) or (isinstance(live, Tensor) and is_subclass(live)):
+                self._inner[name] = match_inner(path, value, live, self._specs, problems)
+                if isinstance(live, Tensor):
+                    self._lives[id(value)] = live
             elif isinstance(live, Tensor) and name not in self._live.extras:
                 self._check_tensor(path, name, live, value, problems)
             elif isinstance(value, TensorRef) and name not in self._live.extras:
@@ -491,15 +509,18 @@ class ModulePlan(LoadPlan):
         """Pair stored tensors with live leaves; nothing live changes in the end."""
         placed = self.destinations.placed(tensors) if self._is_opaque else tensors
         lifted = read_all(placed) if self._is_opaque else Fetching(placed)
-        lifting = Lifting(lifted)
+        lifting = Lifting(lifted, self._lives)
         for name, value in self._wanted.items():
             if self._is_opaque or name in self._live.extras:
                 self._lifted[name] = lifting.lift_tree(value)
             leaf = self._live.leaves.get(name)
-            if leaf is not None and isinstance(value, TensorRef) and not self._is_own(name):
-                claims.assign(f"{self._component}.{name}", leaf, tensors[value.key])
+            pairs = self._inner.get(name, [])
+            if isinstance(value, TensorRef) and leaf is not None:
+                pairs = [(f"{self._component}.{name}", leaf, value)]
+            for path, live, ref in pairs if leaf is not None and not self._is_own(name) else ():
+                claims.assign(path, live, tensors[ref.key])
                 if not self._is_opaque:
-                    self._pairs.append((local_of(leaf), tensors[value.key]))
+                    self._pairs.append((local_of(live), tensors[ref.key]))
         self._has_own = bool(self._lifted or self._missing)
         if self._has_own and _can_be_tried(self._live.module):
             self._try(lifted, claims)
@@ -509,7 +530,7 @@ class ModulePlan(LoadPlan):
         live = self._live
         kept = {name: self._wanted[name] for name in self._lifted}
         copied = {key: tensors[key].clone() for name in kept for key in keys_in(kept[name])}
-        lifting = Lifting(copied)
+        lifting = Lifting(copied, self._lives)
         values = {name: lifting.lift_tree(value) for name, value in kept.items()}
         tried = [*live.module.modules()] if self._is_opaque else [*live.extras.values()]
         with undo_changes(tried, written=tried):

@@ -27,6 +27,7 @@ from holdfast.format.nodes import (
     EnumValue,
     GeneratorState,
     SizeTuple,
+    SubclassRef,
     TensorRef,
 )
 from holdfast.format.objects import (
@@ -36,6 +37,8 @@ from holdfast.format.objects import (
     decode_beside,
     decode_tree,
     document,
+    join_path,
+    type_name,
 )
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
@@ -46,8 +49,12 @@ from holdfast.state.leaves import (
     TORCH_DTYPES,
     by_plain_name,
     in_place_of,
+    inner_tensors,
     is_dtensor,
+    is_subclass,
+    plain_context,
     plain_name,
+    refusal,
 )
 
 T = TypeVar("T")
@@ -96,6 +103,8 @@ class _Lowering:
 
     def lower(self, value: Any, path: str) -> Any:
         """Return the node for `value`, why it is refused, or NotImplemented for other types."""
+        if isinstance(value, Tensor) and is_subclass(value):
+            return self._lower_subclass(value, path)
         if isinstance(value, Tensor):
             return _add_tensor_flags(self._leaves.add_tensor(value, path), value)
         if isinstance(value, np.ndarray):
@@ -111,6 +120,22 @@ class _Lowering:
         if isinstance(value, DataLoader):
             return Refused(in_place_of(value))
         return NotImplemented
+
+    def _lower_subclass(self, tensor: Any, path: str) -> SubclassRef | Refused:
+        kind, reason = type_name(type(tensor)), refusal(tensor)
+        if reason is not None:
+            return Refused(reason)
+        inner = inner_tensors(tensor)
+        self._alive.append(inner)
+        parts = {name: self.lower(part, join_path(path, name)) for name, part in inner.items()}
+        for name, part in parts.items():
+            if isinstance(part, Refused):
+                return Refused(f"tensor subclass {kind}: {name}: {part.reason}")
+        try:
+            context = plain_context(tensor)
+        except ValueError as err:
+            return Refused(f"tensor subclass {kind} has {err} in its context")
+        return SubclassRef(kind, tuple(tensor.shape), plain_name(tensor.dtype), parts, context)
 
     def _lower_array(self, array: np.ndarray[Any, Any], path: str) -> ArrayRef | Refused:
         reason = _array_refusal(array)
@@ -289,6 +314,16 @@ class _Checking:
                 self._spec(ref.key)
 
 
+def decoded_context(tensor: Tensor) -> Any:
+    """Return the context of a live subclass as a load decodes the stored one; or `ValueError`."""
+    lowering = _Lowering(Leaves(component=""))
+    try:
+        data = document(plain_context(tensor), lower=lowering.lower).data
+    except UnsupportedState as err:
+        raise ValueError(str(err)) from err
+    return decode_tree(data, lift=_lift_plain, what="a context")
+
+
 def _lift_plain(node: Any) -> Any:
     if isinstance(node, DtypeName):
         return by_plain_name(node.name)
@@ -312,6 +347,8 @@ def nodes_in(value: Any) -> Iterator[Any]:
                 continue
             seen.add(id(item))
             waiting.extend(item.values() if isinstance(item, dict) else item)
+        elif type(item) is SubclassRef:
+            waiting.extend(item.tensors.values())
         yield item
 
 
@@ -348,8 +385,12 @@ class Lifting:
     present; the same key gives the same object. Generators become new ones in their state.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], lives: Mapping[int, Tensor] | None = None
+    ) -> None:
+        """`lives`: id of a node of a tensor subclass -> the live tensor that it is made like."""
         self._tensors = tensors
+        self._lives = lives or {}
         self._made: dict[str, Any] = {}
 
     def lift(self, node: Any) -> Any:
@@ -364,6 +405,8 @@ class Lifting:
             return self._once("array:" + node.key, self._lift_array, node)
         if isinstance(node, GeneratorState):
             return self.lift_generator(node)
+        if isinstance(node, SubclassRef):
+            return self._lift_subclass(node)
         return node.value if isinstance(node, LiveValue) else _lift_plain(node)
 
     def lift_tree(self, value: Any) -> Any:
@@ -404,6 +447,14 @@ class Lifting:
             key: TensorSpec(key=key, dtype=DTYPE_NAMES[tensor.dtype], shape=tuple(tensor.shape))
             for key, tensor in tensors.items()
         }
+
+    def _lift_subclass(self, node: SubclassRef) -> Any:
+        """Make a tensor like a live one; without that return the parts as a dict, with no class."""
+        live = self._lives.get(id(node))
+        if live is not None:
+            return rebuilt(live, node, self._tensors)
+        parts = {name: self.lift(part) for name, part in node.tensors.items()}
+        return {"type": node.type, "tensors": parts, "context": self.lift_tree(node.context)}
 
     def lift_members(self, value: Any) -> Any:
         """Replace tensor and array nodes in a generator's members by their values."""
@@ -452,6 +503,22 @@ def check_fit(ref: TensorRef, stored: Tensor) -> None:
         raise FormatError(
             f"{ref.key[:80]!r}: an order of {len(ref.order)} dimensions does not fit it"
         )
+
+
+def rebuilt(live: Any, node: SubclassRef, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Make a subclass with the class and context of `live`, and the stored inner tensors."""
+    inner: dict[str, Tensor] = {}
+    for name, part in node.tensors.items():
+        like = getattr(live, name)
+        is_nested = isinstance(part, SubclassRef)
+        inner[name] = (
+            rebuilt(like, part, tensors)
+            if is_nested
+            else torch.empty_like(like, requires_grad=False).copy_(tensors[part.key])
+        )
+    context = live.__tensor_flatten__()[1]
+    made: Tensor = type(live).__tensor_unflatten__(inner, context, live.shape, live.stride())
+    return made
 
 
 def owned(tensor: Tensor, device: torch.device) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.state.components import cleaner_of, unwrap_module
-from holdfast.state.leaves import is_dtensor, refusal
+from holdfast.state.leaves import PLAIN_TYPES, refusal
 
 _NUM_VALUES = 32
 _NUM_AVERAGED = 2**20
@@ -24,7 +24,7 @@ _TOLERANCE = 0.02
 
 def _summarize_buffer(tensor: Tensor) -> str | None:
     """Return sizes, some values and the mean of many as text; None if the buffer has none."""
-    if is_dtensor(tensor) or refusal(tensor) is not None or not tensor.numel():
+    if type(tensor) not in PLAIN_TYPES or refusal(tensor) is not None or not tensor.numel():
         return None
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat

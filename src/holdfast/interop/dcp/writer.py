@@ -54,11 +54,12 @@ from holdfast.saving.save import AttemptFiles, SaveRequest, manifest_of, write_i
 from holdfast.saving.settings_history import numerics
 from holdfast.staging.interfaces import Staged
 from holdfast.staging.waves import WaveTransfer
-from holdfast.state.leaves import TORCH_DTYPES, refusal
+from holdfast.state.leaves import TORCH_DTYPES, is_subclass, refusal
 from holdfast.store.base import Store
 from holdfast.version import environment
 
 _NUMBER = re.compile(r"([0-9]+)\D*\Z", re.ASCII)
+_SUBCLASS = "DCP cannot save a tensor subclass; a CheckpointManager can"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,7 +412,7 @@ def _resolved(planner: SavePlanner, write_item: WriteItem, spec: TensorSpec) -> 
     if tensor.numel() == 0 and 0 in spec.shape:
         return tensor.new_empty(spec.shape)
     tensor = tensor.detach()
-    reason = refusal(tensor)
+    reason = _SUBCLASS if is_subclass(tensor) else refusal(tensor)
     if reason is not None:
         raise UnsupportedState([(name, reason)])
     if (tensor.dtype, tuple(tensor.shape)) != planned:

@@ -30,7 +30,7 @@ from holdfast.state.components import (
     unwrap_module,
 )
 from holdfast.state.generators import is_global
-from holdfast.state.leaves import PASSING, local_of, refusal, span
+from holdfast.state.leaves import PASSING, plain_parts, refusal, span
 from holdfast.state.selection import shortened
 from holdfast.state.trees import encoded
 
@@ -125,7 +125,6 @@ def _shape(parameter: Tensor) -> str:
 
 def _get_addresses(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and after its last one."""
-    tensor = local_of(tensor)
     first, stop = span(tensor)
     address = tensor.data_ptr()
     return address, address + stop - first
@@ -134,8 +133,11 @@ def _get_addresses(tensor: Tensor) -> tuple[int, int]:
 def _is_within(parameter: Tensor, spans: Iterable[tuple[int, int]]) -> bool:
     if is_lazy(parameter):
         return False
-    start, stop = _get_addresses(parameter)
-    return start == stop or any(first <= start and stop <= last for first, last in spans)
+    spans = [*spans]
+    return all(
+        start == stop or any(first <= start and stop <= last for first, last in spans)
+        for start, stop in map(_get_addresses, plain_parts(parameter))
+    )
 
 
 def lacks_optimizer(state: Mapping[str, Any]) -> bool:
@@ -235,7 +237,7 @@ def _is_kept(one: Any, dicts: Iterable[tuple[str, dict[Any, Any]]]) -> bool:
 
 
 def _is_any_at(addresses: Collection[int], tensors: Iterable[Tensor]) -> bool:
-    usual = (local_of(one) for one in tensors if refusal(one) is None)
+    usual = (part for one in tensors if refusal(one) is None for part in plain_parts(one))
     return any((at := tensor.data_ptr()) and at in addresses for tensor in usual)
 
 

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from holdfast.errors import MismatchError, listing
-from holdfast.format.nodes import ArrayRef, EnumValue, GeneratorState, TensorRef
+from holdfast.format.nodes import (
+    ArrayRef,
+    EnumValue,
+    GeneratorState,
+    SubclassRef,
+    TensorRef,
+)
 from holdfast.format.objects import DequeItems, join_path
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
@@ -28,7 +34,9 @@ from holdfast.state.leaves import (
     NUMPY_DTYPES,
     TORCH_DTYPES,
     identity,
+    is_subclass,
     local_of,
+    plain_parts,
     refusal,
     span,
 )
@@ -43,8 +51,9 @@ from holdfast.state.planning.copying import (
     fetched,
     in_parts,
 )
+from holdfast.state.planning.inner import InnerPair, match_inner
 from holdfast.state.planning.livevalues import placed_as, revived
-from holdfast.state.selection import shortened
+from holdfast.state.selection import Problems, shortened
 from holdfast.state.trees import (
     Lifting,
     check_fit,
@@ -52,6 +61,7 @@ from holdfast.state.trees import (
     owned,
     placed,
     present_device,
+    rebuilt,
     with_flags,
 )
 
@@ -113,9 +123,10 @@ class Claims:
         self._lists: list[list[_Remark]] = []
         self._messages: list[str] = []
         self._protected = {
-            local_of(tensor).untyped_storage()._cdata
+            part.untyped_storage()._cdata
             for tensor in protected
             if refusal(tensor) is None
+            for part in plain_parts(tensor)
         }
 
     def claim_identity(self, who: Any) -> bool:
@@ -280,7 +291,7 @@ class _Remark:
 def is_writable_in_place(tensor: Tensor) -> bool:
     """Whether `copy_` can write into `tensor`: none of its elements share memory."""
     tensor = local_of(tensor)
-    if refusal(tensor) is not None or tensor.is_inference():
+    if refusal(tensor) is not None or tensor.is_inference() or is_subclass(tensor):
         return False
     return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) != 1
 
@@ -335,6 +346,8 @@ class Merge:
             return self._container(live, stored, place)
         if isinstance(stored, tuple | set | frozenset):
             return self._immutable(live, stored, place)
+        if isinstance(stored, SubclassRef):
+            return self._merge_subclass(live, stored)
         if isinstance(stored, GeneratorState):
             return self._merge_generator(live, stored)
         if isinstance(stored, EnumValue):
@@ -478,6 +491,22 @@ class Merge:
             return live
         return with_flags(made.detach(), ref)
 
+    def _merge_subclass(self, live: Any, stored: SubclassRef) -> Tensor:
+        """Plan copies into the inner tensors of `live`; make a new one if they are taken."""
+        path = join_path(self._component, _first_key(stored).rpartition(".")[0])
+        pairs = self._match_inner(path, live, stored)
+        taken = [self._claims.take_memory(one, self._component, ref.key) for _, one, ref in pairs]
+        if any(taken) or not all(is_writable_in_place(one) for _, one, _ in pairs):
+            return rebuilt(live, stored, Fetching(self._tensors))
+        self._copies += [(one, self._tensors[ref.key]) for _, one, ref in pairs]
+        return live  # type: ignore[no-any-return]
+
+    def _match_inner(self, path: str, live: Any, stored: Any) -> list[InnerPair]:
+        problems = Problems()
+        pairs = match_inner(path, stored, live, self._specs, problems)
+        problems.raise_if_any("the checkpoint")
+        return pairs
+
     def _new_tensor(self, live: Any, ref: TensorRef, place: Placement) -> Tensor:
         stored = self._tensors[ref.key]
         if ref.grad or ref.order:
@@ -501,6 +530,8 @@ class Merge:
 
     def _fits(self, live: Tensor, ref: TensorRef, place: Placement) -> bool:
         if not is_writable_in_place(live):
+            if is_subclass(live):
+                self._match_inner(join_path(self._component, ref.key), live, ref)
             return False
         spec = self._specs[ref.key]
         if DTYPE_NAMES[live.dtype] != spec.dtype or live.shape != spec.shape:
@@ -616,6 +647,13 @@ def _has_names(target: Any, stored: Mapping[Any, Any]) -> bool:
 def _refill_list(target: list[Any] | deque[Any], values: Sequence[Any]) -> None:
     target.clear()
     target.extend(values)
+
+
+def _first_key(stored: SubclassRef | TensorRef) -> str:
+    """Return the key of the first inner tensor."""
+    if isinstance(stored, TensorRef):
+        return stored.key
+    return _first_key(next(iter(stored.tensors.values())))
 
 
 def _find_base_array(array: np.ndarray[Any, Any]) -> Any:

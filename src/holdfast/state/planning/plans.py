@@ -29,7 +29,7 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.attributes import Attributes, content_of
 from holdfast.state.components import RNG
-from holdfast.state.leaves import local_of
+from holdfast.state.leaves import is_subclass, local_of, plain_parts
 from holdfast.state.planning.copying import Fetching, Stored
 from holdfast.state.planning.livevalues import Destinations, keep_live, revive
 from holdfast.state.planning.merge import Claims, Merge
@@ -409,13 +409,15 @@ def undo_changes(modules: Iterable[nn.Module], *, written: Iterable[nn.Module]) 
 
 
 def _tensors_of(modules: Iterable[nn.Module]) -> Collection[Tensor]:
-    """Collect the parameters, buffers and other tensors of modules, each once."""
+    """Collect the parameters, buffers and other tensors of modules, or their parts, each once."""
     found: dict[int, Tensor] = {}
     for inner in modules:
         attributes = vars(inner)
         for group in (attributes.get("_parameters"), attributes.get("_buffers"), attributes):
-            if isinstance(group, dict):
-                found |= {id(one): one for one in group.values() if isinstance(one, Tensor)}
+            for one in group.values() if isinstance(group, dict) else ():
+                if isinstance(one, Tensor):
+                    parts = plain_parts(one) if is_subclass(one) else [one]
+                    found |= {id(part): part for part in parts}
     return found.values()
 
 

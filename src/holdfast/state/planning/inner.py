@@ -1,0 +1,119 @@
+"""Stored tensor subclasses and live ones: they are compared, and their inner tensors paired.
+
+A stored subclass goes only into a live tensor of the same class, whose context is the stored one.
+No class is imported or built by a name in a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from holdfast.format.nodes import EnumValue, SubclassRef, TensorRef
+from holdfast.format.objects import join_path, type_name
+from holdfast.format.tensors import TensorSpec
+from holdfast.state.leaves import inner_tensors, is_subclass, plain_name, refusal
+from holdfast.state.selection import Problems
+from holdfast.state.trees import decoded_context
+
+InnerPair: TypeAlias = tuple[str, Tensor, TensorRef]
+"""Path of an inner tensor, the live one, and the reference of the stored one for it."""
+
+
+def match_inner(
+    path: str, stored: Any, live: Any, specs: Mapping[str, TensorSpec], problems: Problems
+) -> list[InnerPair]:
+    """Pair the inner tensors of a stored subclass with live ones; record all that differs."""
+    if not isinstance(stored, SubclassRef):
+        problems.other.append(f"{path}: stored as a plain tensor, live it is {_describe(live)}")
+        return []
+    if not isinstance(live, Tensor) or not is_subclass(live):
+        problems.other.append(
+            f"{path}: stored as the tensor subclass {stored.type[:80]}, live it is "
+            f"{_describe(live)}. Convert the live model in the same way before the load"
+        )
+        return []
+    reason = refusal(live)
+    if reason is not None:
+        problems.offenders.append((path, reason))
+        return []
+    if class_name(stored.type) != class_name(type_name(type(live))):
+        problems.other.append(f"{path}: stored as {stored.type[:80]}, live it is {_describe(live)}")
+        return []
+    if stored.shape != tuple(live.shape):
+        problems.wrong_shape.append(f"{path}: stored {[*stored.shape]}, live {[*live.shape]}")
+        return []
+    if stored.dtype != plain_name(live.dtype):
+        problems.wrong_dtype.append(f"{path}: stored {stored.dtype}, live {plain_name(live.dtype)}")
+        return []
+    try:
+        differs = difference(stored.context, decoded_context(live))
+    except ValueError as err:
+        problems.offenders.append((path, f"tensor subclass {type_name(type(live))}: {err}"))
+        return []
+    inner = inner_tensors(live)
+    if differs is None and stored.tensors.keys() != inner.keys():
+        names = [", ".join(sorted(one))[:80] for one in (stored.tensors, inner)]
+        differs = f"its inner tensors: stored {names[0]}, live {names[1]}"
+    if differs is not None:
+        problems.other.append(f"{path}: {differs}")
+        return []
+    pairs: list[InnerPair] = []
+    for name, part in stored.tensors.items():
+        at, like = join_path(path, name), inner[name]
+        if isinstance(part, TensorRef) and not is_subclass(like):
+            problems.check_spec(at, specs[part.key], like)
+            pairs.append((at, like, part))
+        else:
+            pairs += match_inner(at, part, like, specs, problems)
+    return pairs
+
+
+def _describe(live: Any) -> str:
+    if not isinstance(live, Tensor):
+        return "no tensor" if live is not None else "absent"
+    return type_name(type(live)) if is_subclass(live) else "a plain tensor"
+
+
+def difference(stored: Any, live: Any, path: str = "") -> str | None:
+    """Return the first member in which two decoded contexts differ, or None.
+
+    Devices may differ: inner tensors are copied to those of the live tensor.
+    """
+    if isinstance(stored, torch.device) and isinstance(live, torch.device):
+        return None
+    if isinstance(stored, EnumValue) and isinstance(live, EnumValue):
+        is_same = _enum_key(stored) == _enum_key(live)
+    elif type(stored) is not type(live):
+        is_same = False
+    elif isinstance(stored, dict):
+        is_same = True
+        for key in {**stored, **live}:
+            at = join_path(path, key)
+            if key not in stored or key not in live:
+                return f"its context {at} is only {'live' if key in live else 'stored'}"
+            if found := difference(stored[key], live[key], at):
+                return found
+    elif isinstance(stored, list | tuple):
+        is_same = len(stored) == len(live)
+        for number, one in enumerate(stored) if is_same else ():
+            if found := difference(one, live[number], join_path(path, number)):
+                return found
+    else:
+        is_same = repr(stored) == repr(live)  # NaN is the same, and -0.0 is not 0.0
+    if is_same:
+        return None
+    return f"its context{f' {path}' if path else ''}: stored {stored!r:.80}, live {live!r:.80}"
+
+
+def _enum_key(member: EnumValue) -> tuple[Any, ...]:
+    return class_name(member.type), member.name, member.name or repr(member.value)
+
+
+def class_name(type_: str) -> tuple[str, str]:
+    """Return package and name of a class "module:Name": libraries move classes between modules."""
+    module, _, name = type_.partition(":")
+    return module.partition(".")[0], name
