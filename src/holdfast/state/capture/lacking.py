@@ -289,7 +289,7 @@ def refusals(state: Mapping[str, Any]) -> list[tuple[str, str]]:
             encoded(_entries_of(value), leaves)
         elif kind == "tree":
             encoded(content_of(component, value), leaves)
-        elif isinstance(value, LRScheduler) and _is_of_torch(type(value).state_dict):
+        elif isinstance(value, LRScheduler | Optimizer) and _is_of_torch(type(value).state_dict):
             encoded(value.state_dict(), leaves)
         found += [item for item in leaves.offenders if item[1] not in PASSING]
     return found

@@ -98,6 +98,7 @@ _OF_MODULE = "is the memory of a module here, so it got memory of its own"
 _MOVED = "saved on another device, copied to where the live tensor is"
 
 _MAXLEN = "the deque keeps maxlen"
+CASTS = "gives it another dtype than saved, so the resumed training differs"
 
 _ALIGNMENT = 16
 """A multiple of the size of every element."""
@@ -204,8 +205,9 @@ class Claims:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The notes on memory that is shared no more, and on other limits of deques."""
-        return tuple(note for note in self.notes if _OVERLAPS in note or _MAXLEN in note)
+        """The notes on memory that is shared no more, other limits of deques, and other dtypes."""
+        texts = (_OVERLAPS, _MAXLEN, CASTS)
+        return tuple(note for note in self.notes if any(text in note for text in texts))
 
     def assign(self, path: str, live: Tensor, stored: Stored) -> None:
         """Record the stored value of a module's tensor, for `expect_agreement`."""

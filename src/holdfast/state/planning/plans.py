@@ -32,10 +32,10 @@ from holdfast.state.components import RNG
 from holdfast.state.leaves import is_subclass, local_of, plain_parts
 from holdfast.state.planning.copying import Fetching, Stored
 from holdfast.state.planning.livevalues import Destinations, keep_live, revive
-from holdfast.state.planning.merge import Claims, Merge
+from holdfast.state.planning.merge import CASTS, Claims, Merge
 from holdfast.state.planning.schedulesettings import required_settings
-from holdfast.state.selection import Problems, Wishes
-from holdfast.state.trees import Lifting, Skeleton, keys_in
+from holdfast.state.selection import Problems, Wishes, shortened
+from holdfast.state.trees import Lifting, Skeleton, keys_in, nodes_in
 
 
 class LoadPlan(ABC):
@@ -181,6 +181,7 @@ def _join_keys(keys: list[Any]) -> str:
     return ", ".join(f"{key!r:.40}" for key in keys[:3]) + more
 
 
+_SEQUENCES = (list, tuple, deque)
 _PARTS_OF_SCHEDULERS = frozenset({"lr_lambdas", "_schedulers"})
 """What torch's schedulers that are made of functions or of other schedulers cannot load without."""
 
@@ -253,9 +254,9 @@ class ObjectPlan(LoadPlan):
             for note in notes if isinstance(notes, list) else ():
                 claims.add_note(f"{self._component}: {note}")
         elif not hasattr(self._live, "__iter__"):  # a source of data, which may start workers
-            self._try({key: placed[key].clone() for key in keys_in(self._wanted)})
+            self._try({key: placed[key].clone() for key in keys_in(self._wanted)}, claims)
 
-    def _try(self, tensors: Mapping[str, Tensor]) -> None:
+    def _try(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Load a copy of the stored state; put the object's own back, by attributes too."""
         live, kind = self._live, type(self._live).__name__
         attributes = _Snapshot(live) if hasattr(live, "__dict__") else None
@@ -264,7 +265,8 @@ class ObjectPlan(LoadPlan):
         except Exception:  # noqa: BLE001 - code of others
             return  # what has no state yet, or none that can be copied, could not be put back
         try:
-            live.load_state_dict(Lifting(tensors).lift_tree(self._wanted))
+            if cast := self._load(Lifting(tensors).lift_tree(self._wanted)):
+                claims.add_note(f"{shortened(cast, 10)}: {kind}.load_state_dict {CASTS}")
         except Exception as error:
             refused = (
                 f"{self._component}: {kind}.load_state_dict refuses the stored state "
@@ -287,7 +289,49 @@ class ObjectPlan(LoadPlan):
     def finish(self) -> None:
         """Call `load_state_dict`, if anything of the state is selected."""
         if self._is_wanted:
-            self._live.load_state_dict(self._value)
+            self._load(self._value)
+
+    def _load(self, value: Any) -> list[str]:
+        """Call `load_state_dict`; return paths of optimizer state that has another dtype then.
+
+        torch's casts all state to the dtype of its parameter, also when a subclass or a wrapper
+        calls it. The dicts in its `state_dict` are live: the stored tensors are put back there.
+        """
+        self._live.load_state_dict(value)
+        if not any(map(_is_of_optimizer, nodes_in(value))):
+            return []
+        casts = [*_find_casts(self._live.state_dict(), value, self._component)]
+        for _, container, key, tensor in casts:
+            if not isinstance(container, tuple):
+                container[key] = tensor.to(container[key].device)
+        left = _find_casts(self._live.state_dict(), value, self._component) if casts else ()
+        return [path for path, *_ in left]
+
+
+def _is_of_optimizer(node: Any) -> bool:
+    return isinstance(node, dict) and isinstance(node.get("param_groups"), list) and "state" in node
+
+
+def _find_casts(
+    live: Any, stored: Any, path: str, *, is_state: bool = False
+) -> Iterator[tuple[str, Any, Any, Tensor]]:
+    """Yield (path, live container, key, stored tensor) of state in another dtype than stored."""
+    if _is_of_optimizer(live) and _is_of_optimizer(stored):
+        # Fused kernels read state at the size of the parameter, unchecked.
+        is_state = not any(group.get("fused") for group in live["param_groups"])
+    if isinstance(live, dict) and isinstance(stored, dict):
+        keys: Iterable[Any] = [key for key in stored if key in live]
+    elif isinstance(live, _SEQUENCES) and isinstance(stored, _SEQUENCES):
+        keys = range(min(len(live), len(stored)))
+    else:
+        return
+    for key in keys:
+        ours, theirs = live[key], stored[key]
+        if not (isinstance(ours, Tensor) and isinstance(theirs, Tensor)):
+            at = join_path(path, key)
+            yield from _find_casts(ours, theirs, at, is_state=is_state and key != "param_groups")
+        elif is_state and ours.dtype != theirs.dtype and key != "step":
+            yield join_path(path, key), live, key, theirs
 
 
 class GeneratorPlan(LoadPlan):
