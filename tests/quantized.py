@@ -140,3 +140,33 @@ def scaled_model(seed: int = 0, **changes: Any) -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     model[0].weight = nn.Parameter(scaled(seed, **changes), requires_grad=False)
     return model
+
+
+class ScaledMomentum(torch.optim.Optimizer):
+    """An optimizer with a moment in `Scaled`, which draws from the global generator."""
+
+    def __init__(self, parameters: Any, lr: Any = 0.1, *, fails: bool = False) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.fails, self.context = fails, new_context()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if self.fails:
+            raise RuntimeError("this step has no gradients")
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: Any) -> None:
+        state = self.state[parameter]
+        if not state:
+            codes = torch.zeros(parameter.shape, dtype=torch.int8)
+            state["moment"] = Scaled(codes, torch.ones(len(codes)), self.context)
+            state["count"] = 0
+        state["count"] += 1
+        moment = state["moment"]
+        moment.codes.add_((parameter.grad.sign() + torch.rand(parameter.shape)).to(torch.int8))
+        moment.scale.mul_(0.75)
+        scale = moment.scale.reshape(-1, *[1] * (parameter.dim() - 1))
+        parameter.sub_(group["lr"] * moment.codes * scale)

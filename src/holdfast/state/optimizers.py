@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from holdfast.errors import FormatError
-from holdfast.format.nodes import TensorRef
+from holdfast.format.nodes import SubclassRef, TensorRef
 from holdfast.format.objects import TreeDocument
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import ParameterNames
 from holdfast.state.leaves import local_of, refusal
 from holdfast.state.planning.copying import Stored
+from holdfast.state.planning.inner import make_slots, match_inner
 from holdfast.state.planning.livevalues import revive
 from holdfast.state.planning.merge import Claims, Merge, Placement
 from holdfast.state.planning.plans import LoadPlan
@@ -292,6 +293,8 @@ class OptimizerPlan(LoadPlan):
         self._new_names: dict[str, str] = {}
         self._common: dict[str, str] = {}
         self._groups: list[tuple[int, int]] = []
+        self._templates: dict[tuple[str, Any], Any] = {}
+        """Live tensor of each slot that is stored as a tensor subclass, or one made for it."""
         self._merge: Merge
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
@@ -317,6 +320,40 @@ class OptimizerPlan(LoadPlan):
             if reason is not None:
                 problems.offenders.append((f"{self._component}.{name}", reason))
         self._match_tensors(problems)
+        for name, old in self._common.items():
+            self._match_subclasses(name, old, problems)
+
+    def _match_subclasses(self, name: str, old: str, problems: Problems) -> None:
+        """Find a live tensor for each slot of a parameter that is stored as a subclass."""
+        slots, optimizer = self._stored.slots.get(old), self._live.optimizer
+        if not isinstance(slots, dict) or SubclassRef not in map(type, slots.values()):
+            return
+        state: Mapping[Any, Any] = optimizer.state
+        parameter = self._live.parameters[name]
+        wanted = {
+            slot: ref
+            for slot, ref in slots.items()
+            if isinstance(ref, SubclassRef) and not self._omits_slot(name, old, slot)
+        }
+        found = state.get(parameter)
+        live = found if isinstance(found, dict) else {}
+        advice = ""
+        if not wanted.keys() <= live.keys():
+            try:
+                live = {**make_slots(optimizer, parameter), **live}
+            except Exception as error:  # noqa: BLE001 - code of the optimizer
+                advice = f" ({type(error).__name__}: {error})"
+        for slot, ref in wanted.items():
+            path = f"{self._component}.{name}.{slot}"
+            if slot in live:
+                match_inner(path, ref, live[slot], self._specs, problems)
+                self._templates[name, slot] = live[slot]
+            else:
+                problems.other.append(
+                    f"{path}: stored as the tensor subclass {ref.type[:80]}, and a trial step of "
+                    f"{type(optimizer).__name__} makes no such slot{advice}. Make one optimizer "
+                    "step before the load"
+                )
 
     def _match_tensors(self, problems: Problems) -> None:
         """Record which stored tensors go into DTensors, or become ones beside a parameter."""
@@ -506,7 +543,8 @@ class OptimizerPlan(LoadPlan):
         for slot, value in (stored or {}).items():
             if not self._omits_slot(name, old, slot):
                 place = self._place_slot(old, slot, parameter, options)
-                slots[slot] = merge.merge(target.get(slot), value, place)
+                known = self._templates.get((name, slot), target.get(slot))
+                slots[slot] = merge.merge(known, value, place)
         merge.then(partial(_refill, state, parameter, target, slots))
 
     def _kept_slots(self, name: str, old: str, live: Any) -> dict[Any, Any]:

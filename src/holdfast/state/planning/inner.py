@@ -6,21 +6,26 @@ No class is imported or built by a name in a file.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from holdfast.format.nodes import EnumValue, SubclassRef, TensorRef
 from holdfast.format.objects import join_path, type_name
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import inner_tensors, is_subclass, plain_name, refusal
+from holdfast.state.probing import undisturbed_generators
 from holdfast.state.selection import Problems
 from holdfast.state.trees import decoded_context
 
 InnerPair: TypeAlias = tuple[str, Tensor, TensorRef]
 """Path of an inner tensor, the live one, and the reference of the stored one for it."""
+_OF_GROUPS = frozenset({"params", "param_names"})
 
 
 def match_inner(
@@ -76,6 +81,32 @@ def _describe(live: Any) -> str:
     if not isinstance(live, Tensor):
         return "no tensor" if live is not None else "absent"
     return type_name(type(live)) if is_subclass(live) else "a plain tensor"
+
+
+def make_slots(optimizer: Optimizer, parameter: Tensor) -> dict[Any, Any]:
+    """Return the state that an optimizer makes for a parameter, by a step of copies of both.
+
+    The gradient is zero. Hooks, and whatever else wraps `step`, do not run, and the global
+    generators are restored. Errors of the optimizer are raised as they are.
+    """
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    trial: Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name != "step":  # an instance has one if a scheduler or a scaler wraps it
+            setattr(trial, name, type(value)() if name.endswith("_hooks") else value)
+    with torch.no_grad(), undisturbed_generators():
+        clone = torch.nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        clone.grad = torch.zeros_like(clone)
+        options = {name: deepcopy(one) for name, one in group.items() if name not in _OF_GROUPS}
+        trial.param_groups = [{"params": [clone], **options}]
+        trial.state = defaultdict(dict)
+        step: Any = type(optimizer).step
+        # torch wraps the step of each class in a function that runs the hooks of all optimizers.
+        step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        with torch.compiler.set_stance("force_eager"):
+            step(trial)
+    made = trial.state.get(clone)
+    return made if isinstance(made, dict) else {}
 
 
 def difference(stored: Any, live: Any, path: str = "") -> str | None:
