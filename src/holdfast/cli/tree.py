@@ -25,7 +25,7 @@ from holdfast.cli.sources import (
     tensors_of,
 )
 from holdfast.errors import UsageError
-from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
+from holdfast.format.nodes import ArrayRef, GeneratorState, SubclassRef, TensorRef
 from holdfast.interop.comparing.pairs import describe_spec
 from holdfast.interop.comparing.trees import format_value
 from holdfast.interop.lazy import LazyTensor
@@ -190,6 +190,8 @@ def _refs(node: Any) -> Iterator[TensorRef | ArrayRef]:
 
 
 def _kind(node: Any) -> str:
+    if isinstance(node, SubclassRef):
+        return node.type.rpartition(".")[2].rpartition(":")[2]
     return f"{node.kind} generator" if isinstance(node, GeneratorState) else type(node).__name__
 
 

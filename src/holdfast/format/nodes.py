@@ -12,7 +12,7 @@ import math
 import pathlib
 import re
 import struct
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -64,7 +64,10 @@ class TensorRef(
 
 
 class SubclassRef(msgspec.Struct, frozen=True):
-    """A tensor subclass, stored as its inner tensors. Class and context are only compared."""
+    """A tensor subclass, stored as its inner tensors. Class and context are only compared.
+
+    As a mapping it has its inner tensors, and behind them the others as `$type`, `$context`, ….
+    """
 
     type: str
     """Its class, "module:Name", which is never imported."""
@@ -73,6 +76,31 @@ class SubclassRef(msgspec.Struct, frozen=True):
     tensors: Mapping[str, Any]
     """Name of each inner tensor -> `TensorRef`, or `SubclassRef`."""
     context: Any
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """Return names and values."""
+        others = {f"${name}": getattr(self, name) for name in ("type", "shape", "dtype", "context")}
+        return {**self.tensors, **others}.items()
+
+    def values(self) -> Iterable[Any]:
+        """Return the values."""
+        return dict(self.items()).values()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict(self.items()))
+
+    def __len__(self) -> int:
+        return len(dict(self.items()))
+
+    def __contains__(self, name: object) -> bool:
+        return name in dict(self.items())
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the value of a name."""
+        return dict(self.items())[name]
+
+
+Mapping.register(SubclassRef)
 
 
 class ArrayRef(msgspec.Struct, frozen=True, gc=False, rename={"key": "$array"}):

@@ -551,7 +551,8 @@ class _TreeDecoder:
                 "context": context,
                 **rest,
             } if tensors and not rest:
-                if all(map(_is_tensor_node, tensors.values())):
+                is_named = not any(map(_is_node_name, tensors))
+                if is_named and all(map(_is_tensor_node, tensors.values())):
                     sizes = self._read_node("$size", shape).dims
                     self._read_node("$dtype", dtype)
                     inner = {name: self.decode(part) for name, part in tensors.items()}

@@ -19,7 +19,7 @@ from holdfast.errors import MissingKey, NoCheckpoint, NotSealed, UsageError
 from holdfast.format.blocks import num_blocks
 from holdfast.format.layout import BLOCK_NBYTES, RNG, check_component, check_label
 from holdfast.format.manifest import MAX_COUNT, Timestamp
-from holdfast.format.nodes import TensorRef
+from holdfast.format.nodes import SubclassRef, TensorRef
 from holdfast.format.objects import document
 from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
 from holdfast.interop.opening import open_source
@@ -138,7 +138,7 @@ def _is_module(part: SourceComponent) -> bool:
     tree = part.tree
     if part.kind not in ("module", "tree") or not isinstance(tree, dict):
         return False
-    tensors = [isinstance(value, TensorRef) for value in tree.values()]
+    tensors = [isinstance(value, TensorRef | SubclassRef) for value in tree.values()]
     if part.kind == "tree":
         return bool(tree) and all(tensors) and all(isinstance(key, str) for key in tree)
     return all(
@@ -154,15 +154,24 @@ def _module(component: str, part: SourceComponent, rules: RenameRules) -> Taken:
     """Key in the source → new key: of tied tensors the first name."""
     tree: dict[str, Any] = {}
     for old, new in names.items():
-        node = part.tree[old]
-        if isinstance(node, TensorRef):
-            key = keys.setdefault(node.key, new)
-            node = TensorRef(key, node.device, node.grad, node.parameter, node.order)
-        tree[new] = node
+        tree[new] = _with_keys(part.tree[old], new, keys)
     inside = SourceComponent(kind="module", tree=tree, specs={}).leaves
     old_keys = {new: old for old, new in keys.items()}
     old_keys |= {ref.key: ref.key for ref in inside.values() if ref.key not in old_keys}
     return Taken(kind="module", tree=tree, specs=_rename_specs(part, old_keys), keys=old_keys)
+
+
+def _with_keys(node: Any, name: str, keys: dict[str, str]) -> Any:
+    """Return a node of a module with the keys of its new name; adds these to `keys`."""
+    if isinstance(node, SubclassRef):
+        inner = {
+            part: _with_keys(one, f"{name}.{part}", keys) for part, one in node.tensors.items()
+        }
+        return SubclassRef(node.type, node.shape, node.dtype, inner, node.context)
+    if not isinstance(node, TensorRef):
+        return node
+    key = keys.setdefault(node.key, name)
+    return TensorRef(key, node.device, node.grad, node.parameter, node.order)
 
 
 def _other(

@@ -13,7 +13,7 @@ from typing_extensions import Self, override
 
 from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
-from holdfast.format.nodes import NUMPY_DTYPES, ArrayRef, GeneratorState, TensorRef
+from holdfast.format.nodes import NUMPY_DTYPES, ArrayRef, GeneratorState, SubclassRef, TensorRef
 from holdfast.format.objects import DequeItems
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.comparing.numbers import floats
@@ -245,7 +245,7 @@ def _lifted(source: Source, component: str, node: Any) -> Any:
     """Return a tree with `LazyTensor` objects in place of its references."""
     if isinstance(node, TensorRef | ArrayRef):
         return LazyTensor(source, component, source.parts[component].specs[node.key])
-    if isinstance(node, dict):
+    if isinstance(node, dict | SubclassRef):
         return {name: _lifted(source, component, inner) for name, inner in node.items()}
     if isinstance(node, DequeItems):
         return deque((_lifted(source, component, inner) for inner in node), node.maxlen)

@@ -453,8 +453,7 @@ class Lifting:
         live = self._lives.get(id(node))
         if live is not None:
             return rebuilt(live, node, self._tensors)
-        parts = {name: self.lift(part) for name, part in node.tensors.items()}
-        return {"type": node.type, "tensors": parts, "context": self.lift_tree(node.context)}
+        return {name: self.lift_tree(part) for name, part in node.items()}
 
     def lift_members(self, value: Any) -> Any:
         """Replace tensor and array nodes in a generator's members by their values."""

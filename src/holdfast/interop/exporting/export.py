@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
 from holdfast.arguments import check_arguments
-from holdfast.errors import StoreError, UsageError
-from holdfast.format.nodes import ArrayRef
+from holdfast.errors import StoreError, UsageError, listing
+from holdfast.format.nodes import ArrayRef, SubclassRef
 from holdfast.interop.exporting import adapter as adapters
 from holdfast.interop.exporting.files import (
     ExportPlan,
@@ -136,6 +136,7 @@ class Export:
             return self._plan_safetensors(weights)
         if options.to == "peft":
             return self._plan_adapter(weights)
+        _refuse_subclasses(source, component)
         files = plan_model(
             source,
             weights,
@@ -207,6 +208,19 @@ class Export:
         made = {name: values.read_component(name) for name in names}
         value = made[names[0]] if len(names) == 1 else made
         return plan_torch_file(source, "", value, self._report_progress)
+
+
+def _refuse_subclasses(source: Source, component: str) -> None:
+    """Refuse quantized weights, whose inner tensors `from_pretrained` would not find."""
+    tree = source.parts[component].tree
+    nodes = tree.items() if isinstance(tree, Mapping) else ()
+    kinds = {name: node.type for name, node in nodes if isinstance(node, SubclassRef)}
+    if kinds:
+        raise UsageError(
+            f"{source.url}: transformers cannot read the inner tensors of quantized weights. "
+            "Dequantize the model, or use --to safetensors:\n"
+            + listing([f"{name}: {kind}" for name, kind in kinds.items()])
+        )
 
 
 def _refuse_unused_options(options: ExportOptions) -> None:

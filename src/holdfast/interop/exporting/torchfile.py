@@ -30,6 +30,7 @@ from holdfast.format.nodes import (
     EnumValue,
     GeneratorState,
     SizeTuple,
+    SubclassRef,
     TensorRef,
 )
 from holdfast.format.objects import DequeItems, join_path
@@ -198,6 +199,9 @@ class Values:
             return self._note_change(path, "a numpy array", "a tensor", made)
         if isinstance(node, GeneratorState):
             return self._export_generator(component, node, path)
+        if isinstance(node, SubclassRef):
+            inner = self._mapping(component, dict(node.items()), path)
+            return self._note_change(path, f"a {node.type}", "a dict of its inner tensors", inner)
         if isinstance(node, Mapping):
             return self._mapping(component, node, path)
         if isinstance(node, list | tuple):

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 import msgspec
 
 from holdfast.errors import DeadlineExceeded, UnsupportedState, UsageError
-from holdfast.format.nodes import ArrayRef, TensorRef
+from holdfast.format.nodes import ArrayRef, SubclassRef, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.exporting.files import PlannedFile
 from holdfast.interop.files import copy_bytes
@@ -121,6 +121,9 @@ def _iterate_left_out(tree: Any, path: str) -> Iterator[LeftOut]:
     """Yield the values that are not tensors, which a file of weights cannot hold."""
     items: Iterator[tuple[Any, Any]]
     if isinstance(tree, TensorRef | ArrayRef):
+        return
+    if isinstance(tree, SubclassRef):
+        yield LeftOut(path=path, why=f"its inner tensors are written, not the class {tree.type}")
         return
     if isinstance(tree, Mapping):
         items = iter(tree.items())
