@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import overload
 
@@ -14,22 +14,32 @@ import torch
 from torch import Tensor, nn
 
 from holdfast.arguments import check_arguments
-from holdfast.errors import HoldfastError, NoCheckpoint, StoreError, UsageError, listing
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    NoCheckpoint,
+    StoreError,
+    UsageError,
+    listing,
+)
+from holdfast.format.objects import decode_tree
 from holdfast.interop.lazy import open_any
 from holdfast.interop.opening import open_source
 from holdfast.interop.reading import read_pieces
 from holdfast.interop.source import Source, lost_tensors
 from holdfast.keys import Encryption
+from holdfast.loading.open import open_checkpoint
 from holdfast.loading.search import CheckpointSearch, LoadOptions
 from holdfast.ownership.access import located
 from holdfast.ownership.leases import KeptEntry
 from holdfast.results import Checkpoint, build_checkpoint
-from holdfast.root.catalog import Catalog
+from holdfast.root.catalog import Catalog, Entry
 from holdfast.staging.device import refuse_capture
 from holdfast.state.capture.edits import Edit, StateView, cast_floats
 from holdfast.state.components import refuse_other_sharding
 from holdfast.state.leaves import TORCH_DTYPES
 from holdfast.state.modules import note_loaded
+from holdfast.state.optimizers import TRAINING_WEIGHTS, find_modes
 from holdfast.state.patterns import Entries, convert_names
 from holdfast.state.planning.copying import bytes_of
 from holdfast.state.selection import RenameRule
@@ -152,7 +162,7 @@ def load_weights(
                 )
             loaded.prepared.apply_values(loaded.tensors)
             note_loaded([model])
-            for note in loaded.prepared.lost:
+            for note in (*loaded.prepared.lost, *_of_mode(store, kept.entry, component)):
                 logger.warning("%s: %s", kept.entry.folder, note)
     finally:
         threads.close_pools()
@@ -160,6 +170,16 @@ def load_weights(
     return build_checkpoint(
         store, kept.entry, notes=(*kept.notes, *loaded.prepared.notes, *notes[: len(narrowed)])
     )
+
+
+def _of_mode(store: Store, entry: Entry, component: str) -> Iterator[str]:
+    """Yield a warning if an optimizer was not in the mode whose weights are evaluated."""
+    others = [name for name in entry.manifest.components if name != component]
+    with suppress(FormatError, StoreError):  # of a component that is damaged, or was dropped
+        opened = open_checkpoint(store, entry.folder, entry.manifest, components=others)
+        trees = [one.tree for one in opened.components.values() if b'"train_mode"' in one.tree]
+        if any(True in find_modes(decode_tree(tree, what=entry.folder)) for tree in trees):
+            yield TRAINING_WEIGHTS
 
 
 def _cast(component: str, model: nn.Module, cast: list[str], view: StateView) -> None:
@@ -206,6 +226,8 @@ def _read_tensors(
 ) -> dict[str, Tensor]:
     """Read the chosen tensors of a component, by path."""
     part = source.get_component(component)
+    if part.kind == "module" and any(True in find_modes(one.tree) for one in source.parts.values()):
+        logger.warning("%s: %s", source.url, TRAINING_WEIGHTS)
     wanted = Entries(convert_names(include, "include"), "include")
     unwanted = Entries(convert_names(skip, "skip"), "skip")
     keys: dict[str, str] = {}

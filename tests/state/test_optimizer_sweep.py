@@ -10,15 +10,18 @@ import copy
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import holdfast
 import marks
 from holdfast import Attributes, CheckpointManager, MemoryStore
 from holdfast.errors import UnsupportedState
+from holdfast.interop.exporting.export import export_checkpoint
 from holdfast.state.probing import digest_sample
 
 pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
@@ -276,3 +279,28 @@ def test_state_that_its_loading_casts_for_good_is_named(warned: Callable[[], lis
     (text,) = warned()
     assert "beta1_weight" in text
     assert "dtype" in text
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("kind", ["AdamWScheduleFree", "ScheduleFreeWrapper"])
+def test_weights_of_the_train_mode_are_named_when_they_are_read_alone(
+    kind: str, is_training: bool, tmp_path: Path, warned: Callable[[], list[str]]
+) -> None:
+    make = dict(list_optimizers()).get(kind, partial(wrap, kind))
+    net, optimizer, state = make_run(make, torch.float32)
+    with CheckpointManager(tmp_path / "run", state) as manager:
+        train_step("", net, optimizer, 0)
+        train_step("", net, optimizer, 1)
+        if not is_training:
+            optimizer.eval()
+        average = digest_sample([*net.parameters()])
+        manager.save(1, wait=True)
+    again = Net()
+    holdfast.load_weights(tmp_path / "run", again)
+    weights = holdfast.load_weights(tmp_path / "run")
+    assert torch.equal(weights["first.weight"], again.first.weight)
+    assert digest_sample([*again.parameters()]) == average
+    assert [text for text in warned() if "train mode" in text] == warned()
+    assert len(warned()) == (2 if is_training else 0)
+    exported = export_checkpoint(f"{tmp_path}/run", tmp_path / "weights", to="safetensors")
+    assert any("train mode" in note for note in exported.notes) is is_training

@@ -35,6 +35,11 @@ from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned
 # Positions in the live group's list, so they stay with the live group.
 _NOT_OPTIONS = frozenset({"params", "param_names"})
 _GROUPS = "param_groups"
+_MODE = "train_mode"
+TRAINING_WEIGHTS = (
+    "saved while the schedule-free optimizer was in train mode, so these are the weights that it "
+    "trains on, and not their average. For that, call optimizer.eval() before the save"
+)
 _CPU = torch.device("cpu")
 
 
@@ -247,6 +252,13 @@ def _checked_names(group: Any, what: str) -> list[str]:
     if not isinstance(group, list) or not all(isinstance(name, str) for name in group):
         raise FormatError(f"{what}: a parameter group's names are not a list of text")
     return group
+
+
+def find_modes(tree: Any) -> list[Any]:
+    """List the modes of schedule-free optimizers in a tree or `state_dict`: True in train mode."""
+    nodes = [node for node in nodes_in(tree) if isinstance(node, dict)]
+    has_groups = any(_GROUPS in node for node in nodes)
+    return [node[_MODE] for node in nodes if has_groups and _MODE in node]
 
 
 def check_tree(tree: Any, what: str) -> None:

@@ -36,6 +36,7 @@ from holdfast.interop.reading import read_pieces
 from holdfast.interop.renaming import RenameRules
 from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_no_loss
 from holdfast.interop.sources.huggingface import FILES
+from holdfast.state.optimizers import TRAINING_WEIGHTS, find_modes
 
 Form: TypeAlias = Literal["hf", "peft", "safetensors", "pt"]
 SHARD_NBYTES = 5_000_000_000
@@ -100,6 +101,8 @@ class Export:
         self.plan = ExportPlan(files=[], left_out=[*source.left_out])
         if options.to in _OF_WEIGHTS:
             self.plan.files = self._with_weights()
+            if any(True in find_modes(part.tree) for part in source.parts.values()):
+                self.plan.notes.append(TRAINING_WEIGHTS)
         else:
             self.plan.files = [self._torch_file()]
 
