@@ -304,3 +304,18 @@ def test_weights_of_the_train_mode_are_named_when_they_are_read_alone(
     assert len(warned()) == (2 if is_training else 0)
     exported = export_checkpoint(f"{tmp_path}/run", tmp_path / "weights", to="safetensors")
     assert any("train mode" in note for note in exported.notes) is is_training
+
+
+def test_a_save_between_the_two_steps_of_sam_is_named(warned: Callable[[], list[str]]) -> None:
+    net, optimizer, state = make_run(partial(wrap, "SAM"), torch.float32)
+    with CheckpointManager(MemoryStore(), state) as manager:
+        for number in range(4):
+            net(torch.ones(1, 6)).sum().backward()
+            optimizer.first_step(zero_grad=True)
+            if number == 2:
+                manager.save(number, wait=True)
+            net(torch.ones(1, 6)).sum().backward()
+            optimizer.second_step(zero_grad=True)
+    (text,) = warned()
+    assert "step 2" in text
+    assert "did not continue with" in text

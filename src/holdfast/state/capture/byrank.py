@@ -203,6 +203,9 @@ def _cut_excerpt(text: str, start: int) -> str:
 JOINED = frozenset({"module", "optimizer"})
 """Kinds of components that are joined."""
 _POSITION = re.compile(r"group\d+\.param\d+(#\d+)?", re.ASCII)
+_OF_OWNERS = (
+    "If each rank has the state of its own parameters, mark the component as holdfast.PerRank"
+)
 """Name of a parameter in no module of the state: its position in the optimizer of one rank."""
 _EQUAL = ("type", "extra")
 _VERSIONS = "versions"
@@ -230,7 +233,7 @@ def join_by_name(component: str, kind: str, trees: Sequence[bytes]) -> bytes:
         unsaved = [decode_beside(tree, UNSAVED, what=what) or {} for _, tree in ranks]
         beside |= {UNSAVED: equal} if (equal := _equal_in_all(unsaved)) else {}
     if joining.conflicts:
-        raise UnsupportedState(joining.conflicts)
+        raise UnsupportedState(joining.conflicts, hint=_OF_OWNERS)
     return document(joined, beside=beside).data
 
 
