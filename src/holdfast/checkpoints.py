@@ -76,6 +76,11 @@ class Checkpoints:
     compress: Compress = None
     """How files are compressed: "zstd", "lz4", "blosc2", a `Compression`, "auto", or one of these
     for each component (docs/compression.md). None: not at all, as weights shrink little."""
+    frozen: Literal["by digest"] | None = None
+    """How parameters that training does not change are saved: "by digest" records a digest of each
+    in place of its values, so that a checkpoint of a fine-tune holds the adapter alone. The script
+    must then make the same base before each resume, which compares the digests (docs/saving.md).
+    None: like all others, so that a checkpoint needs nothing else."""
     encrypt: Encryption | None = None
     """The keys that checkpoints are encrypted and read with (docs/encryption.md). None: they are
     not encrypted."""

@@ -79,6 +79,9 @@ class CheckpointManager(Marking):
         compress: how files are compressed: "zstd", "lz4", "blosc2", a `Compression`, "auto" for
             what makes saves faster here, if anything does, or one of these for each component that
             is to be compressed (docs/compression.md).
+        frozen: "by digest" records parameters that training does not change by their digests, and
+            does not save them. The script must make the same base before each resume, which
+            compares it (docs/saving.md). None: they are saved like all others.
         hooks: callbacks around saves and loads; see `StateHooks`.
         stop: the signals that end the run; `maybe_save` saves after one has arrived.
         encrypt: the keys that checkpoints are encrypted and read with (docs/encryption.md). None:
@@ -123,6 +126,7 @@ class CheckpointManager(Marking):
         overlap: Mode | None = None,
         memory_budget: int | str | None = None,
         compress: Compress = None,
+        frozen: Literal["by digest"] | None = None,
         hooks: StateHooks | None = None,
         stop: Stop | None = None,
         encrypt: Encryption | None = None,

@@ -54,6 +54,7 @@ from holdfast.state.capture.capture import Captured, Capturer
 from holdfast.state.capture.edits import edited
 from holdfast.state.capture.lacking import refusals, slots_stamp
 from holdfast.state.components import RNG, check_state, marked, refuse_other_sharding, unwrapped
+from holdfast.state.frozen import FrozenParameters
 from holdfast.threads.buffers import collector_paused
 
 _UPLOADS_END_S = 6.0
@@ -112,8 +113,10 @@ class Session:
         )
         self.catalog = catalog_of(checkpoints.root, self.emit, checkpoints.encrypt)
         self.store = self.catalog.store
+        self.frozen = None if checkpoints.frozen is None else FrozenParameters(state)
         self._capturer = Capturer(
             state,
+            frozen=self.frozen,
             is_shared=is_shared,
             per_rank=per_rank,
             is_edited=self.hooks.edit_save is not None,

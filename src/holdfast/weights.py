@@ -26,7 +26,7 @@ from holdfast.format.objects import decode_tree
 from holdfast.interop.lazy import open_any
 from holdfast.interop.opening import open_source
 from holdfast.interop.reading import read_pieces
-from holdfast.interop.source import Source, lost_tensors
+from holdfast.interop.source import Source, lost_parameters, lost_tensors
 from holdfast.keys import Encryption
 from holdfast.loading.open import open_checkpoint
 from holdfast.loading.search import CheckpointSearch, LoadOptions
@@ -241,6 +241,16 @@ def _read_tensors(
         for left in lost_tensors(source, [component])
         if not unwanted.cover(left.path) and (wanted.cover(left.path) or not wanted)
     ]
+    digests = [
+        left.path
+        for left in lost_parameters(source, [component])
+        if not unwanted.cover(left.path) and (wanted.cover(left.path) or not wanted)
+    ]
+    if digests:
+        raise UsageError(
+            f"{source.url}: {len(digests)} frozen parameters were saved by digest, such as "
+            f"{digests[0]}. Pass a model that has their values, or leave them out with skip=[…]"
+        )
     if lost:
         raise UsageError(
             f"{source.url}: holds tensors that cannot be read. Skip them with skip=[…], or read "

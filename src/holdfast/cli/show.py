@@ -153,6 +153,12 @@ def _format_checkpoint(shown: Shown, manifest: Manifest) -> list[str | TextTable
         "resumed from": shown.parent or "",
         "asked for by": ", ".join(shown.savers),
         "saved without": ", ".join(shown.left_out),
+        "by digest": "; ".join(
+            f"{name}: {part.frozen.num_tensors} frozen parameters "
+            f"({format_nbytes(part.frozen.nbytes)}) that are not in it"
+            for name, part in manifest.components.items()
+            if part.frozen is not None
+        ),
         "unhealthy": "; ".join(shown.unhealthy),
         "tags": ", ".join(shown.tags),
         "pinned": "yes" if shown.pinned else "",

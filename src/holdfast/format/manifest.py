@@ -106,13 +106,22 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.nbytes if self.stored is None else self.stored.nbytes
 
 
-class ComponentEntry(msgspec.Struct, frozen=True, kw_only=True):
+class FrozenEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of a component that a checkpoint records by digest: their number and bytes."""
+
+    num_tensors: Positive
+    nbytes: Natural
+
+
+class ComponentEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Entry of a component: its kind, its files with the tree first, bytes, number of tensors."""
 
     kind: str
     files: tuple[str, ...]
     nbytes: Natural
     num_tensors: Natural
+    frozen: FrozenEntry | None = None
+    """Its parameters that are recorded by digest, and not in the files; None: there are none."""
 
 
 class WatchedMetric(msgspec.Struct, frozen=True, kw_only=True):
@@ -235,7 +244,12 @@ class Deleted(strictjson.Record, frozen=True, kw_only=True):
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode a manifest."""
     is_stored = any(entry.stored is not None for entry in manifest.files.values())
-    needs = {strictjson.CODEC: is_stored, strictjson.SHARDS: manifest.sharded}
+    is_frozen = any(entry.frozen is not None for entry in manifest.components.values())
+    needs = {
+        strictjson.CODEC: is_stored,
+        strictjson.SHARDS: manifest.sharded,
+        strictjson.FROZEN: is_frozen,
+    }
     requires = [name for name, is_needed in needs.items() if is_needed]
     members = {"requires": requires, **msgspec.to_builtins(manifest)}
     members["metrics"] = encode_metrics(manifest.metrics)

@@ -31,6 +31,7 @@ from holdfast.format.nodes import (
     is_unicode,
     read_tensor,
 )
+from holdfast.format.tensors import count_record_nbytes
 from holdfast.store.base import Buffer
 
 MAX_TREE_VALUES = 4_000_000
@@ -173,6 +174,20 @@ def _decode_tensors(data: Buffer) -> dict[str, TensorRef] | None:
 def decode_beside(data: Buffer, name: str, *, what: str) -> Any:
     """Return the plain value that is stored beside a tree under `name`, or None."""
     return load_document(data, what=what).get(name)
+
+
+def decode_frozen(data: Buffer, *, what: str) -> dict[str, str]:
+    """Return the record beside a module's tree: parameter -> dtype, sizes and digest as text."""
+    if f'"{strictjson.FROZEN}"'.encode() not in bytes(data):
+        return {}
+    found = decode_beside(data, strictjson.FROZEN, what=what)
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(type(text) is str for text in found.values()):
+        raise FormatError(f"{what}: {strictjson.FROZEN} is not a dict of str")
+    for text in found.values():
+        count_record_nbytes(text, what=what)
+    return found
 
 
 def load_document(data: Buffer, *, what: str) -> dict[str, Any]:

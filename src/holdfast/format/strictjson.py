@@ -33,7 +33,10 @@ SHARDS = "shards"
 """Entry of `requires` in manifests of checkpoints in shards; see `manifest.Manifest.sharded`."""
 SEALED = "sealed"
 """Entry of `requires` in encrypted documents, and the kind of an encrypted manifest."""
-KNOWN_REQUIREMENTS = frozenset({CODEC, SHARDS, SEALED})
+FROZEN = "frozen"
+"""Entry of `requires` in manifests of checkpoints that record parameters by digest alone, and name
+of the record beside the tree of a module."""
+KNOWN_REQUIREMENTS = frozenset({CODEC, SHARDS, SEALED, FROZEN})
 
 T = TypeVar("T")
 

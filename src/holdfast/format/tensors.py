@@ -6,9 +6,10 @@ This module plans and reads headers. It never touches the data.
 from __future__ import annotations
 
 import math
+import re
 import types
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -96,6 +97,35 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     def nbytes(self) -> int:
         """Length of the contiguous tensor in bytes."""
         return math.prod(self.shape) * ITEM_NBYTES[self.dtype]
+
+
+def format_record(
+    dtype: str, sizes: Iterable[int], digest: str, *, nbytes: int | None = None
+) -> str:
+    """Return a record of a frozen parameter: dtype, sizes and digest as text.
+
+    Of a tensor subclass `dtype` is the name of the class, and `nbytes` counts its inner tensors.
+    """
+    size = "" if nbytes is None else f" {nbytes}"
+    return f"{dtype} [{','.join(map(str, sizes))}]{size} {digest}"
+
+
+def count_record_nbytes(text: str, *, what: str) -> int:
+    """Return the bytes of a frozen parameter from its record."""
+    match = _RECORD.fullmatch(text)
+    if match is None or (match["nbytes"] is None and match["dtype"] not in ITEM_NBYTES):
+        raise FormatError(f"{what}: {text[:80]!r} is not the record of a frozen parameter")
+    if match["nbytes"] is not None:
+        return int(match["nbytes"])
+    sizes = match["sizes"].split(",") if match["sizes"] else []
+    return math.prod(map(int, sizes)) * ITEM_NBYTES[match["dtype"]]
+
+
+_RECORD = re.compile(
+    r"(?P<dtype>\w{1,80}) \[(?P<sizes>(?:\d{1,18}(?:,\d{1,18}){0,127})?)\]"
+    r"(?: (?P<nbytes>\d{1,18}))? blake3:[0-9a-f]{64}",
+    re.ASCII,
+)
 
 
 class TensorFile(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -61,6 +61,8 @@ class SourceComponent:
     kind: str
     tree: Any
     specs: Mapping[str, TensorSpec]
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    """Path of each parameter of which the source has only a digest -> dtype, sizes and digest."""
 
     @property
     def leaves(self) -> dict[str, TensorRef | ArrayRef]:
@@ -164,8 +166,27 @@ def lost_tensors(source: Source, components: Collection[str] = ()) -> list[LeftO
     ]
 
 
-def expect_no_loss(source: Source, components: Collection[str], *, allow_loss: bool) -> None:
+def lost_parameters(source: Source, components: Collection[str] = ()) -> list[LeftOut]:
+    """Return the parameters of these components, all if empty, that have only a digest."""
+    return [
+        LeftOut(path=f"{name}.{path}", why="only its digest was saved", tensors_of=name)
+        for name in components or source.parts
+        for path in source.get_component(name).frozen
+    ]
+
+
+def expect_no_loss(
+    source: Source, components: Collection[str], *, allow_loss: bool, needs_frozen: bool = True
+) -> None:
     """Raise `UsageError` if a tensor of these components, or any, is left out, unless allowed."""
+    digests = lost_parameters(source, components) if needs_frozen else []
+    if digests and not allow_loss:
+        raise UsageError(
+            f"{source.url}: {len(digests)} frozen parameters were saved by digest, such as "
+            f"{digests[0].path}. Load the checkpoint into the model on its base, by load_weights, "
+            "and export that; or write the adapter (--to peft); or skip them with --allow-loss "
+            "(allow_loss=True)"
+        )
     lost = lost_tensors(source, components)
     if lost and not allow_loss:
         raise UsageError(

@@ -30,12 +30,14 @@ from holdfast.format.manifest import (
     Change,
     ComponentEntry,
     FileEntry,
+    FrozenEntry,
     Manifest,
     RunPolicy,
     Timestamp,
     WatchedMetric,
 )
-from holdfast.format.tensors import TensorFile
+from holdfast.format.objects import decode_frozen
+from holdfast.format.tensors import TensorFile, count_record_nbytes
 from holdfast.ownership.claim import Claim, expect_claim
 from holdfast.ownership.owner import Ownership
 from holdfast.ownership.process import utc_now
@@ -268,6 +270,8 @@ class AttemptFiles:
         self._sizes: dict[str, int] = {}
         """Length of each file by plain name, in the order of the manifest."""
         self._codecs: dict[str, CodecName] = {}
+        self._frozen: dict[str, FrozenEntry | None] = {}
+        """Parameters of each component that are recorded by digest."""
         self._nbytes_written = 0
         """Plain bytes of the files that were written, not linked."""
 
@@ -284,6 +288,7 @@ class AttemptFiles:
     def trees(self, trees: Mapping[str, bytes]) -> Iterator[FileToWrite]:
         """Yield the files of the components' trees."""
         for component, tree in trees.items():
+            self._frozen[component] = _count_frozen(tree, what=layout.tree_file(component))
             encoding = self.tools.compressing.of_tree(component, len(tree))
             yield self._file(layout.tree_file(component), BytesContent(tree), encoding)
 
@@ -418,6 +423,7 @@ class AttemptFiles:
                 if table is None
                 else len(table)
             ),
+            frozen=self._frozen.get(name),
         )
 
     def record_commit(self, manifest: Manifest, request: SaveRequest) -> None:
@@ -425,6 +431,13 @@ class AttemptFiles:
         own = [file.name for file in self.own if file.name not in self.of_others]
         self.tools.links.record_linkable_files(self.attempt.folder, manifest, self.stored, own)
         self.tools.compressing.record_commit(self._nbytes_written, request.timings["write_s"])
+
+
+def _count_frozen(tree: bytes, what: str) -> FrozenEntry | None:
+    """Count the parameters that a component's tree records by digest."""
+    recorded = decode_frozen(tree, what=what)
+    nbytes = sum(count_record_nbytes(text, what=what) for text in recorded.values())
+    return FrozenEntry(num_tensors=len(recorded), nbytes=nbytes) if recorded else None
 
 
 def write_index(files: AttemptFiles) -> None:

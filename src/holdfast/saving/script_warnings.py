@@ -34,6 +34,7 @@ from holdfast.state.capture.outside import OutsideState, format_outside_state
 from holdfast.state.components import ParameterNames, is_of_trainer, kind_of
 from holdfast.state.foreign import describe_inexact
 from holdfast.state.probing import SourceCheck
+from holdfast.state.selection import shortened
 
 
 class ScriptWarnings:
@@ -66,6 +67,8 @@ class ScriptWarnings:
         self._stepping: Sequence[int] | None = None
         """Ids of the optimizers' parameters at the last search for parameters in no component."""
         self._names: ParameterNames | None = None
+        self._written: dict[str, str] = {}
+        """Parameters that are saved although they are frozen, and why."""
 
     def of_capture(self, captured: Captured, *, is_whole: bool) -> None:
         """Warn of values that a save leaves out, and of a state that lacks something."""
@@ -78,6 +81,18 @@ class ScriptWarnings:
             self.of_lacks()
             self.of_workers()
             self._of_sources()
+
+    def of_frozen(self, written: Mapping[str, str]) -> None:
+        """Warn of parameters without gradient that are saved, although their digest was wanted."""
+        new = {name: why for name, why in written.items() if name not in self._written}
+        self._written.update(new)
+        if new:
+            shown = shortened([f"{name} ({why})" for name, why in new.items()])
+            self._emit(
+                "warning",
+                f'{self._url}: frozen="by digest": {len(new)} parameters without gradient are '
+                f"saved, not recorded by digest: {shown}",
+            )
 
     def of_lacks(self) -> None:
         """Warn if no component is a position in the data, or none an optimizer."""

@@ -25,6 +25,7 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import Cleaner, cleaner_of, is_of_fsdp, unwrap_module
+from holdfast.state.frozen import find_differences
 from holdfast.state.leaves import (
     PASSING,
     identity,
@@ -60,6 +61,10 @@ _Inners: TypeAlias = Sequence[tuple[str, nn.Module]]
 """A module and all its submodules as (clean path, submodule), each as often as it has names."""
 _loaded: WeakSet[nn.Module] = WeakSet()
 """Modules that a checkpoint was loaded into, so that training does not reset them."""
+_OTHER_BASE = (
+    "Load the base that the run was trained with before the checkpoint; what is initialised at "
+    "random needs a seed. To load the checkpoint on this one all the same, pass strict=False"
+)
 _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 
 
@@ -353,9 +358,16 @@ def stamp(state: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def capture_module(
-    module: nn.Module, state: Mapping[str, Any], leaves: Leaves, unsaved: Mapping[str, str]
+    module: nn.Module,
+    state: Mapping[str, Any],
+    leaves: Leaves,
+    unsaved: Mapping[str, str],
+    frozen: Mapping[str, str],
 ) -> TreeDocument | None:
-    """Encode a module's tree from its state dict; `unsaved` describes non-persistent buffers."""
+    """Encode a module's tree from its state dict, without the `frozen` parameters.
+
+    `unsaved` describes non-persistent buffers.
+    """
     live = inspect(module, state)
     for name in live.collisions:
         leaves.record_refusal(name, _COLLISION)
@@ -366,7 +378,10 @@ def capture_module(
         for path, version in (live.versions or {}).items()
         if version != 1 and path not in live.of_torch
     }
-    return encoded(dict(live.entries), leaves, versions=versions, unsaved=unsaved)
+    # By name: a hook of the module may save a parameter under another one, or not at all.
+    frozen = {name: text for name, text in frozen.items() if name in live.leaves}
+    entries = {name: value for name, value in live.entries.items() if name not in frozen}
+    return encoded(entries, leaves, versions=versions, unsaved=unsaved, frozen=frozen)
 
 
 class ModulePlan(LoadPlan):
@@ -384,6 +399,7 @@ class ModulePlan(LoadPlan):
         self._lifted: dict[str, Any] = {}
         self._inner: dict[str, list[InnerPair]] = {}
         self._lives: dict[int, Tensor] = {}
+        self._frozen: dict[str, str] = {}
         self._own_loading: frozenset[str] = live.own_loading
         self._is_opaque = live.is_opaque
         self._missing: list[str] = []
@@ -400,8 +416,10 @@ class ModulePlan(LoadPlan):
         for name in live.collisions:
             problems.offenders.append((f"{component}.{name}", _COLLISION))
         renamed = wishes.rename.map_names(stored.value, component)
+        frozen = wishes.rename.map_names(stored.frozen, component)
         self._versions = _renamed_versions(stored.versions, renamed)
         old_names = {new: old for old, new in renamed.items()}
+        old_names |= {new: old for old, new in frozen.items()}
         left = {
             name
             for name in {**live.entries, **old_names}
@@ -409,8 +427,9 @@ class ModulePlan(LoadPlan):
         }
         wanted = {new: stored.value[old] for old, new in renamed.items() if new not in left}
         loaded = [name for name in live.entries if name not in left]
-        problems.names[component] = (wanted, loaded)
-        missing = [name for name in loaded if name not in wanted]
+        problems.names[component] = ({**wanted, **self._frozen}, loaded)
+        self._frozen = {new: stored.frozen[old] for old, new in frozen.items() if new not in left}
+        missing = [name for name in loaded if name not in wanted and name not in self._frozen]
         unexpected = [name for name in wanted if name not in live.entries]
         if any(_is_within(name, live.converting) for name in (*missing, *unexpected)):
             self._own_loading |= live.converting
@@ -429,6 +448,21 @@ class ModulePlan(LoadPlan):
         self._wanted = {name: value for name, value in wanted.items() if name in known}
         self._check_values(problems)
         self._compare_unsaved(stored.unsaved, wishes, problems)
+        if self._frozen:
+            self._compare_frozen(wishes, problems)
+
+    def _compare_frozen(self, wishes: Wishes, problems: Problems) -> None:
+        """Compare the parameters that are recorded by digest with the live ones."""
+        component, live = self._component, self._live
+        unknown = [name for name in self._frozen if name not in live.entries]
+        problems.unexpected += [f"{component}.{name}" for name in unknown]
+        fault = find_differences(component, live.leaves, self._frozen)
+        if fault is None:
+            return
+        if wishes.strict and not wishes.is_grown:
+            problems.other.append(f"{fault}. {_OTHER_BASE}")
+        else:
+            problems.lost.append(fault)
 
     def _compare_unsaved(
         self, stored: Mapping[str, str], wishes: Wishes, problems: Problems
@@ -563,7 +597,10 @@ class ModulePlan(LoadPlan):
             for name, value in values.items():
                 live.extras[name].set_extra_state(value)
             return [], []
-        raw = self._with_versions({self._raw_name(name): one for name, one in values.items()})
+        # Parameters that are recorded by digest were compared: they are as when saved.
+        frozen = {name: live.entries[name] for name in self._frozen if name in live.entries}
+        everything = {**values, **frozen}
+        raw = self._with_versions({self._raw_name(name): one for name, one in everything.items()})
         # What was left out is missing on purpose.
         found = live.module.load_state_dict(raw, strict=self._is_strict and not self._left)
         clean = cleaner_of(live.module).clean

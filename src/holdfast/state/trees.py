@@ -35,11 +35,13 @@ from holdfast.format.objects import (
     Refused,
     TreeDocument,
     decode_beside,
+    decode_frozen,
     decode_tree,
     document,
     join_path,
     type_name,
 )
+from holdfast.format.strictjson import FROZEN
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.collecting import Leaves
@@ -66,14 +68,15 @@ def encoded(
     *,
     versions: Mapping[str, int] | None = None,
     unsaved: Mapping[str, str] | None = None,
+    frozen: Mapping[str, str] | None = None,
 ) -> TreeDocument | None:
     """Encode `tree`; its tensors, and values that cannot be saved, are added to `leaves`.
 
-    `versions` and `unsaved` are stored beside the tree of a module (see `Skeleton`). None where
-    something cannot be saved.
+    `versions`, `unsaved` and `frozen` are stored beside the tree of a module (see `Skeleton`).
+    None where something cannot be saved.
     """
     lowering = _Lowering(leaves)
-    parts = {_VERSIONS: versions, UNSAVED: unsaved}
+    parts = {_VERSIONS: versions, UNSAVED: unsaved, FROZEN: frozen}
     beside = {name: part for name, part in parts.items() if part}
     try:
         stand_in = leaves.stand_in if leaves.is_edited else None
@@ -221,6 +224,8 @@ class Skeleton:
     """Path of a submodule -> its `_version` when saved, where it was not 1."""
     unsaved: Mapping[str, str] = field(default_factory=dict)
     """Path of a non-persistent buffer -> some of its values when saved (see `state.unsaved`)."""
+    frozen: Mapping[str, str] = field(default_factory=dict)
+    """Name of a parameter that is not in the tree -> its dtype, sizes and digest as text."""
 
     def list_absent_devices(self, component: str) -> list[str]:
         """List a message for each absent device that tensors were saved from."""
@@ -240,6 +245,7 @@ def decode_skeleton(data: bytes, specs: Mapping[str, TensorSpec], *, what: str) 
         has_enums=checking.has_enums,
         versions=_beside(data, _VERSIONS, int, what),
         unsaved=_beside(data, UNSAVED, str, what),
+        frozen=decode_frozen(data, what=what),
     )
 
 

@@ -10,13 +10,15 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from holdfast.errors import UsageError
-from holdfast.format.tensors import TensorSpec
+from holdfast.format.blocks import block_digest, file_digest, list_blocks
+from holdfast.format.tensors import TensorSpec, format_record
 from holdfast.interop.comparing.numbers import number_nbytes
 from holdfast.interop.comparing.pairs import (
     NUM_TOGETHER,
     PairTally,
     SmallPair,
     TensorDifference,
+    What,
     compared,
     describe_spec,
     have_as_many,
@@ -91,14 +93,17 @@ def compare_sources(
     if ignore and not (ignored.leaves_something or gathered.pairs or gathered.values):
         raise UsageError("--ignore: leaves nothing to compare")
     read, num_equal, num_unread = _compare_tensors(a, b, gathered.pairs, progress)
+    frozen = [_compare_frozen(a, b, *pair) for pair in gathered.frozen]
+    num_same = sum(one is None for one in frozen)
+    gathered.alone += [one for one in frozen if one is not None]
     of_path, generators = gathered.generators, gathered.differing
     generators |= {at: of_path[one.tensor] for one in read if (at := one.tensor) in of_path}
     return SourceDifference(
         tensors=(*gathered.alone, *(one for one in read if one.tensor not in of_path)),
         values=tuple(gathered.values),
         generators=tuple({one.path: one for one in generators.values()}.values()),
-        num_equal=num_equal,
-        num_unread=num_unread,
+        num_equal=num_equal + num_same,
+        num_unread=num_unread + num_same,
         not_compared=tuple(not_compared),
     )
 
@@ -168,6 +173,8 @@ class _Gathered:
     """Generator that a tensor belongs to, by the tensor's path."""
     differing: dict[str, GeneratorDifference] = field(default_factory=dict)
     """Generators that are known to differ, by a path inside."""
+    frozen: list[tuple[str, str, str]] = field(default_factory=list)
+    """Components in both, and path, of each parameter of which a source has only the digest."""
 
     def compare_component(
         self,
@@ -184,13 +191,16 @@ class _Gathered:
             self.values.append(ValueDifference(path=name, a=found_a, b=found_b))
         empty: Mapping[str, Any] = {}
         trees = (part_a.tree if part_a else empty, part_b.tree if part_b else empty)
+        recorded = {path for part in (part_a, part_b) if part is not None for path in part.frozen}
+        paths = {f"{name}:{path}": path for path in sorted(recorded)}
+        self.frozen += [(*names, path) for shown, path in paths.items() if not ignored(shown)]
         for found in differences(*trees, f"{name}:", ignored):
             if isinstance(found, GeneratorDifference):
                 self.differing[found.path] = found
             elif isinstance(found, ValueDifference):
                 if part_a is not None and part_b is not None:
                     self.values.append(found)
-            else:
+            elif found.path not in paths:
                 self._add_pair(found, names, part_a, part_b)
 
     def _add_pair(
@@ -271,6 +281,35 @@ def _compare_tensors(
         else:
             found += [tally.difference(path) for path in paths]
     return found, num_equal, num_unread
+
+
+def _compare_frozen(
+    a: Source, b: Source, name_a: str, name_b: str, path: str
+) -> TensorDifference | None:
+    """Compare a parameter of which one of the sources has only a digest; None: they are equal."""
+    texts = (_find_record(a, name_a, path), _find_record(b, name_b, path))
+    if texts[0] == texts[1]:
+        return None
+    spec_a, spec_b = (None if text is None else text.rpartition(" ")[0] for text in texts)
+    what: What = "values" if spec_a == spec_b else "shape"
+    if spec_a is None or spec_b is None:
+        what = "only in b" if spec_a is None else "only in a"
+    at = f"{name_a}:{path}"
+    return TensorDifference(tensor=at, what=what, a=spec_a, b=spec_b, unmatched=1)
+
+
+def _find_record(source: Source, name: str, path: str) -> str | None:
+    """Return dtype, sizes and digest of a tensor as text; None: the source has no such tensor."""
+    part = source.parts.get(name)
+    ref = None if part is None else part.leaves.get(path)
+    if part is None or ref is None:
+        return None if part is None else part.frozen.get(path)
+    spec = part.specs[ref.key]
+    digests = [
+        block_digest(_read_range(source, (name, ref.key), start, stop))
+        for start, stop in list_blocks(spec.nbytes)
+    ]
+    return format_record(spec.dtype, spec.shape, file_digest(spec.nbytes, b"".join(digests)))
 
 
 def _spec(source: Source, at: _Key) -> TensorSpec:

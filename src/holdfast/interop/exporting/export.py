@@ -34,7 +34,13 @@ from holdfast.interop.exporting.weights import (
 from holdfast.interop.opening import open_source
 from holdfast.interop.reading import read_pieces
 from holdfast.interop.renaming import RenameRules
-from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_no_loss
+from holdfast.interop.source import (
+    LeftOut,
+    Source,
+    SourceComponent,
+    expect_no_loss,
+    lost_parameters,
+)
 from holdfast.interop.sources.huggingface import FILES
 from holdfast.state.optimizers import TRAINING_WEIGHTS, find_modes
 
@@ -97,8 +103,14 @@ class Export:
         self.names: Collection[str] = ()
         """Names of the weights in a file of `safetensors`; empty for the other forms."""
         _refuse_unused_options(options)
-        expect_no_loss(source, options.components, allow_loss=options.allow_loss)
-        self.plan = ExportPlan(files=[], left_out=[*source.left_out])
+        expect_no_loss(
+            source,
+            options.components,
+            allow_loss=options.allow_loss,
+            needs_frozen=options.to != "peft",
+        )
+        lost = lost_parameters(source, options.components)
+        self.plan = ExportPlan(files=[], left_out=[*source.left_out, *lost])
         if options.to in _OF_WEIGHTS:
             self.plan.files = self._with_weights()
             if any(True in find_modes(part.tree) for part in source.parts.values()):

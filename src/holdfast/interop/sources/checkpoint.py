@@ -25,7 +25,7 @@ from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES
 from holdfast.format.index import TensorTable
 from holdfast.format.manifest import Manifest
-from holdfast.format.objects import decode_tree
+from holdfast.format.objects import decode_frozen, decode_tree
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.boxes import SharedBox as BoxPart
 from holdfast.interop.boxes import overlaps
@@ -113,10 +113,13 @@ class CheckpointSource(Source):
         data = read_tree(store, self.folder, name, manifest, self._index)
         table = self._index.components[name]
         specs, self._places[name] = _ordered(table)
+        what = f"{self.url}, the tree of {name!r}"
+        entry = manifest.components[name]
         part = SourceComponent(
-            kind=manifest.components[name].kind,
-            tree=decode_tree(data, what=f"{self.url}, the tree of {name!r}"),
+            kind=entry.kind,
+            tree=decode_tree(data, what=what),
             specs=specs,
+            frozen={} if entry.frozen is None else decode_frozen(data, what=what),
         )
         missing = sorted({ref.key for ref in part.leaves.values()} - specs.keys())
         if missing:

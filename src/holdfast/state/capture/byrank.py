@@ -22,11 +22,13 @@ from holdfast.format.objects import (
     RANKS,
     TreeDocument,
     decode_beside,
+    decode_frozen,
     decode_tree,
     document,
     join_path,
     load_document,
 )
+from holdfast.format.strictjson import FROZEN
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.components import StoredComponent
 from holdfast.state.trees import UNSAVED
@@ -229,7 +231,18 @@ def join_by_name(component: str, kind: str, trees: Sequence[bytes]) -> bytes:
     else:
         joined = joining.by_name("", parts)
         versions = [(rank, decode_beside(tree, _VERSIONS, what=what) or {}) for rank, tree in ranks]
-        beside = {_VERSIONS: found} if (found := joining.by_name(_VERSIONS, versions)) else {}
+        frozen = [(rank, decode_frozen(tree, what=what)) for rank, tree in ranks]
+        both = {_VERSIONS: versions, FROZEN: frozen}
+        beside = {
+            name: found
+            for name, of_ranks in both.items()
+            if (found := joining.by_name(name, of_ranks))
+        }
+        joining.conflicts += [
+            (join_path(component, name), "some ranks save this parameter, and others its digest")
+            for name in beside.get(FROZEN, ())
+            if name in joined
+        ]
         unsaved = [decode_beside(tree, UNSAVED, what=what) or {} for _, tree in ranks]
         beside |= {UNSAVED: equal} if (equal := _equal_in_all(unsaved)) else {}
     if joining.conflicts:

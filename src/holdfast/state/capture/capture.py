@@ -25,15 +25,20 @@ from holdfast.state.components import (
     Kind,
     ParameterNames,
     check_state,
+    cleaner_of,
     kind_of,
     parameter_names,
     refuse_other_sharding,
     structure,
+    unwrap_module,
 )
+from holdfast.state.frozen import FrozenParameters
 from holdfast.state.generators import global_generators
 from holdfast.state.leaves import local_of
 from holdfast.state.trees import encoded
 from holdfast.state.unsaved import UnsavedBuffers
+
+_NONE: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,12 +85,17 @@ class Capturer:
         is_shared: bool = False,
         per_rank: Collection[str] = (),
         is_edited: bool = False,
+        frozen: FrozenParameters | None = None,
     ) -> None:
         """`is_shared`: other ranks capture the same state, so that no tree may tell this one's.
 
         `per_rank`: components of which each rank has its own. `is_edited`: leaves that cannot be
-        saved are no error, as `edited` follows, whose hook may omit them.
+        saved are no error, as `edited` follows, whose hook may omit them. `frozen` finds the
+        parameters that are recorded by digest; None: all are saved.
         """
+        self._frozen = frozen
+        self._by_digest: Mapping[str, Mapping[str, str]] = {}
+        """Component -> parameter -> record, in this capture."""
         self._state = state
         self._is_edited = is_edited
         self._per_rank = per_rank
@@ -125,6 +135,8 @@ class Capturer:
 
     def _capture(self, only: Collection[str] | None) -> Captured:
         self._name_parameters()
+        if self._frozen is not None:
+            self._by_digest = self._frozen.find_unchanged()
         self._offenders = []
         self._has_run_foreign = False
         wanted = {*self._state, RNG} if only is None else set(only)
@@ -198,13 +210,15 @@ class Capturer:
             self._foreseen[name] = foresee(module)
         foreseen, known = self._foreseen[name], self._modules.get(name)
         unsaved = self._unsaved[name].find_unchanged() if name in self._unsaved else {}
-        if known is not None and known.unsaved is not unsaved:
+        frozen = self._by_digest.get(name, _NONE) if name not in self._per_rank else _NONE
+        if known is not None and not (known.unsaved is unsaved and known.frozen is frozen):
             known = None
+        omitted = self._frozen.ids if frozen and self._frozen is not None else frozenset()
         if foreseen is not None and known is not None and known.fits(foreseen, self._stepping):
-            component = self._recalled(name, "module", foreseen.detached(), known.stamp)
+            component = self._recalled(name, "module", foreseen.detached(omitted), known.stamp)
             if component is not None:
                 return replace(component, may_overlap=known.may_overlap)
-        return self._module_by_state_dict(name, module, foreseen, unsaved)
+        return self._module_by_state_dict(name, module, foreseen, unsaved, frozen)
 
     def _module_by_state_dict(
         self,
@@ -212,17 +226,21 @@ class Capturer:
         module: nn.Module,
         foreseen: PredictedStateDict | None,
         unsaved: Mapping[str, str],
+        frozen: Mapping[str, str],
     ) -> CapturedComponent:
         """Capture a module by calling its `state_dict`, and cache the result where possible."""
         refuse_other_sharding({name: module})  # it may have been wrapped since the manager was made
         state = modules.state_of(name, module)
         tensors = list(state.values())
         walked = tensors if all(isinstance(tensor, Tensor) for tensor in tensors) else None
-        stamp = (self._structures[name], modules.stamp(state), unsaved)
+        if frozen and walked is not None:
+            clean = cleaner_of(unwrap_module(module)).clean
+            walked = [tensor for raw, tensor in state.items() if clean(raw) not in frozen]
+        stamp = (self._structures[name], modules.stamp(state), unsaved, frozen)
         component = self._recalled(name, "module", walked, stamp)
         if component is None:
             leaves = self._make_leaves(name)
-            document = modules.capture_module(module, state, leaves, unsaved)
+            document = modules.capture_module(module, state, leaves, unsaved, frozen)
             is_whole = not leaves.offenders and not leaves.refused
             if is_whole and self._accepted.get(name) != stamp:
                 for entry, reason in modules.not_loadable(module, state):
@@ -240,6 +258,7 @@ class Capturer:
                 stamp=stamp,
                 may_overlap=may_overlap,
                 unsaved=unsaved,
+                frozen=frozen,
             )
         return replace(component, may_overlap=may_overlap)
 
@@ -329,6 +348,7 @@ class _KnownModule:
     stamp: Any
     may_overlap: frozenset[str]
     unsaved: Mapping[str, str]
+    frozen: Mapping[str, str]
 
     def fits(self, foreseen: PredictedStateDict, stepping: list[int]) -> bool:
         """Whether the facts still hold: the same names and the same parameters in optimizers."""

@@ -72,11 +72,17 @@ class PredictedStateDict:
         is_whole = len(entries) == len(self.tensors)
         return is_whole and all(_is_detached(a, b) for a, b in pairs)
 
-    def detached(self) -> list[Tensor]:
-        """Return the tensors as in the `state_dict`; but not DTensors, which takes long."""
+    def detached(self, omitted: Collection[int]) -> list[Tensor]:
+        """Return the tensors as in the `state_dict`; but not DTensors, which takes long.
+
+        `omitted` has the `id()` of tensors to leave out.
+        """
+        chosen = self.tensors
+        if omitted:
+            chosen = [one for one in chosen if id(one) not in omitted]
         if self.are_plain:
-            return [tensor.detach() for tensor in self.tensors]
-        return [one if is_dtensor(one) else one.detach() for one in self.tensors]
+            return [tensor.detach() for tensor in chosen]
+        return [one if is_dtensor(one) else one.detach() for one in chosen]
 
 
 def foresee(wrapped: nn.Module) -> PredictedStateDict | None:

@@ -153,7 +153,11 @@ class ComponentView(MutableMapping[str, Any]):
         source, (tree, skeleton) = self._source, self._decoded()
         leaves = Leaves(component=source.name)
         document = encoded(
-            tree[_WHOLE], leaves, versions=skeleton.versions, unsaved=skeleton.unsaved
+            tree[_WHOLE],
+            leaves,
+            versions=skeleton.versions,
+            unsaved=skeleton.unsaved,
+            frozen=skeleton.frozen,
         )
         if document is None:
             raise UnsupportedState(leaves.offenders)
