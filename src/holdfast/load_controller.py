@@ -95,8 +95,8 @@ class LoadController:
         refuse_capture(f"{method}()")
         session.wait_for_save(session.saver.limit_s)
         session.raise_failure()
-        if session.is_unused and session.frozen is not None:
-            session.frozen.note_base()
+        if session.is_unused and session.capturer.frozen is not None:
+            session.capturer.frozen.note_base()
 
     def sides(self, new: Iterable[str], without: Iterable[str]) -> MissingComponentPolicy:
         """Return the components that may be on one side only, by arguments and the hook."""

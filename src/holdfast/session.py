@@ -54,7 +54,6 @@ from holdfast.state.capture.capture import Captured, Capturer
 from holdfast.state.capture.edits import edited
 from holdfast.state.capture.lacking import refusals, slots_stamp
 from holdfast.state.components import RNG, check_state, marked, refuse_other_sharding, unwrapped
-from holdfast.state.frozen import FrozenParameters
 from holdfast.threads.buffers import collector_paused
 
 _UPLOADS_END_S = 6.0
@@ -113,10 +112,9 @@ class Session:
         )
         self.catalog = catalog_of(checkpoints.root, self.emit, checkpoints.encrypt)
         self.store = self.catalog.store
-        self.frozen = None if checkpoints.frozen is None else FrozenParameters(state)
-        self._capturer = Capturer(
+        self.capturer = Capturer(
             state,
-            frozen=self.frozen,
+            records_frozen=checkpoints.frozen is not None,
             is_shared=is_shared,
             per_rank=per_rank,
             is_edited=self.hooks.edit_save is not None,
@@ -255,7 +253,7 @@ class Session:
     def capture(self, only: Collection[str] | None) -> Captured:
         """Capture the state, or some components, as the hook `edit_save` leaves it."""
         with collector_paused():
-            captured = self._capturer.capture(only)
+            captured = self.capturer.capture(only)
             edit = self.hooks.edit_save
             return captured if edit is None else edited(captured, edit)
 

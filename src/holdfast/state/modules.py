@@ -391,6 +391,7 @@ class ModulePlan(LoadPlan):
     _is_strict = True
     _has_own = False
     _versions: Mapping[str, int] = MappingProxyType({})
+    _frozen: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, component: str, live: LiveModule, specs: Mapping[str, TensorSpec]) -> None:
         super().__init__(component, live, specs)
@@ -399,7 +400,6 @@ class ModulePlan(LoadPlan):
         self._lifted: dict[str, Any] = {}
         self._inner: dict[str, list[InnerPair]] = {}
         self._lives: dict[int, Tensor] = {}
-        self._frozen: dict[str, str] = {}
         self._own_loading: frozenset[str] = live.own_loading
         self._is_opaque = live.is_opaque
         self._missing: list[str] = []
@@ -410,25 +410,21 @@ class ModulePlan(LoadPlan):
         """Match stored with live names; record what does not fit."""
         component, live = self._component, self._live
         revive(stored, list(live.entries.values()), component, problems)
-        names = stored.value if isinstance(stored.value, dict) else {None: None}
-        if not all(isinstance(name, str) for name in names):
+        known_names = stored.value if isinstance(stored.value, dict) else {None: None}
+        if not all(isinstance(name, str) for name in known_names):
             raise FormatError(f"{component}: the stored tree is not from a module")
         for name in live.collisions:
             problems.offenders.append((f"{component}.{name}", _COLLISION))
         renamed = wishes.rename.map_names(stored.value, component)
-        frozen = wishes.rename.map_names(stored.frozen, component)
         self._versions = _renamed_versions(stored.versions, renamed)
         old_names = {new: old for old, new in renamed.items()}
-        old_names |= {new: old for old, new in frozen.items()}
-        left = {
-            name
-            for name in {**live.entries, **old_names}
-            if wishes.selection.is_excluded(component, name, old_names.get(name, name))
-        }
+        if stored.frozen:
+            old_names |= self._note_frozen(stored.frozen, wishes)
+        names, is_excluded = {**live.entries, **old_names}, wishes.selection.is_excluded
+        left = {name for name in names if is_excluded(component, name, old_names.get(name, name))}
         wanted = {new: stored.value[old] for old, new in renamed.items() if new not in left}
         loaded = [name for name in live.entries if name not in left]
         problems.names[component] = ({**wanted, **self._frozen}, loaded)
-        self._frozen = {new: stored.frozen[old] for old, new in frozen.items() if new not in left}
         missing = [name for name in loaded if name not in wanted and name not in self._frozen]
         unexpected = [name for name in wanted if name not in live.entries]
         if any(_is_within(name, live.converting) for name in (*missing, *unexpected)):
@@ -449,11 +445,18 @@ class ModulePlan(LoadPlan):
         self._check_values(problems)
         self._compare_unsaved(stored.unsaved, wishes, problems)
         if self._frozen:
-            self._compare_frozen(wishes, problems)
+            self._compare_frozen(left, wishes, problems)
 
-    def _compare_frozen(self, wishes: Wishes, problems: Problems) -> None:
-        """Compare the parameters that are recorded by digest with the live ones."""
+    def _note_frozen(self, recorded: Mapping[str, str], wishes: Wishes) -> dict[str, str]:
+        """Note the parameters that are recorded by digest; return live name -> stored name."""
+        renamed = wishes.rename.map_names(recorded, self._component)
+        self._frozen = {new: recorded[old] for old, new in renamed.items()}
+        return {new: old for old, new in renamed.items()}
+
+    def _compare_frozen(self, left: Collection[str], wishes: Wishes, problems: Problems) -> None:
+        """Compare the parameters that are recorded by digest, except `left`, with the live ones."""
         component, live = self._component, self._live
+        self._frozen = {name: text for name, text in self._frozen.items() if name not in left}
         unknown = [name for name in self._frozen if name not in live.entries]
         problems.unexpected += [f"{component}.{name}" for name in unknown]
         fault = find_differences(component, live.leaves, self._frozen)

@@ -35,7 +35,6 @@ from holdfast.format.objects import (
     Refused,
     TreeDocument,
     decode_beside,
-    decode_frozen,
     decode_tree,
     document,
     join_path,
@@ -245,7 +244,7 @@ def decode_skeleton(data: bytes, specs: Mapping[str, TensorSpec], *, what: str) 
         has_enums=checking.has_enums,
         versions=_beside(data, _VERSIONS, int, what),
         unsaved=_beside(data, UNSAVED, str, what),
-        frozen=decode_frozen(data, what=what),
+        frozen=_beside(data, FROZEN, str, what),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ from holdfast.state.leaves import local_of
 from holdfast.state.trees import encoded
 from holdfast.state.unsaved import UnsavedBuffers
 
-_NONE: Mapping[str, str] = {}
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +79,9 @@ def capture(state: Mapping[str, Any], only: Collection[str] | None = None) -> Ca
 class Capturer:
     """Captures one state repeatedly, and caches what follows from its structure alone."""
 
+    _by_digest: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    """Component -> parameter -> record, in this capture."""
+
     def __init__(
         self,
         state: Mapping[str, Any],
@@ -85,17 +89,15 @@ class Capturer:
         is_shared: bool = False,
         per_rank: Collection[str] = (),
         is_edited: bool = False,
-        frozen: FrozenParameters | None = None,
+        records_frozen: bool = False,
     ) -> None:
         """`is_shared`: other ranks capture the same state, so that no tree may tell this one's.
 
         `per_rank`: components of which each rank has its own. `is_edited`: leaves that cannot be
-        saved are no error, as `edited` follows, whose hook may omit them. `frozen` finds the
-        parameters that are recorded by digest; None: all are saved.
+        saved are no error, as `edited` follows, whose hook may omit them. `records_frozen`:
+        parameters that training does not change are recorded by digest.
         """
-        self._frozen = frozen
-        self._by_digest: Mapping[str, Mapping[str, str]] = {}
-        """Component -> parameter -> record, in this capture."""
+        self.frozen = FrozenParameters(state) if records_frozen else None
         self._state = state
         self._is_edited = is_edited
         self._per_rank = per_rank
@@ -135,8 +137,8 @@ class Capturer:
 
     def _capture(self, only: Collection[str] | None) -> Captured:
         self._name_parameters()
-        if self._frozen is not None:
-            self._by_digest = self._frozen.find_unchanged()
+        if self.frozen is not None:
+            self._by_digest = self.frozen.find_unchanged()
         self._offenders = []
         self._has_run_foreign = False
         wanted = {*self._state, RNG} if only is None else set(only)
@@ -213,9 +215,13 @@ class Capturer:
         frozen = self._by_digest.get(name, _NONE) if name not in self._per_rank else _NONE
         if known is not None and not (known.unsaved is unsaved and known.frozen is frozen):
             known = None
-        omitted = self._frozen.ids if frozen and self._frozen is not None else frozenset()
         if foreseen is not None and known is not None and known.fits(foreseen, self._stepping):
-            component = self._recalled(name, "module", foreseen.detached(omitted), known.stamp)
+            component = self._recalled(
+                name,
+                "module",
+                foreseen.detached(self.frozen.ids if self.frozen and frozen else ()),
+                known.stamp,
+            )
             if component is not None:
                 return replace(component, may_overlap=known.may_overlap)
         return self._module_by_state_dict(name, module, foreseen, unsaved, frozen)
