@@ -31,6 +31,7 @@ NO_FUNCTION: Wrong = (3, "x")
 NO_NUMBER: Wrong = ("x", [3], True)
 NO_COUNT: Wrong = ("x", -1, 1.5, True)
 NO_NAMES: Wrong = (3, None, "x")
+NO_RESIZE: Wrong = (3, None, "x", ["x"], {3: "rows"}, {"model": "lines"}, {"model": -1})
 NO_INTERVAL: Wrong = (3, True, ["5step"], "x")
 NO_TEXT: Wrong = (3, ["x"])
 NO_CHECKPOINT: Wrong = (1.5, None, ["x"], True, -1)
@@ -161,6 +162,7 @@ _LOAD: dict[str, Wrong] = {
     "new": (*NO_NAMES, [3]),
     "without": (*NO_NAMES, [3]),
     "override": (*NO_NAMES, [3], ["lrr"]),
+    "resize": NO_RESIZE,
 }
 _CHOOSE: dict[str, Wrong] = {
     "strict": NOT_TRUE_OR_FALSE,
@@ -233,6 +235,7 @@ CASES: dict[str, Case] = {
             "start_from": (3, ["x"]),
             "load_best": NOT_TRUE_OR_FALSE,
             "override": (*NO_NAMES, [3], ["lrr"]),
+            "resize": NO_RESIZE,
             "without": (*NO_NAMES, [3]),
             "resume": (1.5, None, ["x"]),
             "strict": NOT_TRUE_OR_FALSE,
@@ -329,6 +332,7 @@ CASES: dict[str, Case] = {
         prepare=a_checkpoint,
         wrong={
             **_CHOOSE,
+            "resize": NO_RESIZE,
             "source": (3, None, ["x"]),
             "model": (3, {"x": 3}),
             "which": no(*NO_CHECKPOINT, but=(None,)),

@@ -79,12 +79,12 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 102_760, _SMALLER, reason="frozen parameters by digest"),
+    Limit("lines of src", 103_380, _SMALLER, reason="tensors are resized on load"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 58_880, _SMALLER, reason="frozen parameters by digest"),
+    Limit("lines of the core", 59_450, _SMALLER, reason="tensors are resized on load"),
     Limit(
         "modules",
-        392,
+        393,
         "Put the function beside its only caller",
         reason="frozen parameters by digest",
     ),

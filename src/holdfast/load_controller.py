@@ -135,7 +135,7 @@ class LoadController:
         if not search.is_rollback:
             session.warnings.of_lost_steps(session.clock.unsaved, found.entry)
         replaced = self._continue_from(found, script, is_rollback=search.is_rollback)
-        self._compare_lives(found.entry)
+        self._compare_lives(found)
         session.saver.queue_claim_chores()
         session.warnings.of_workers()
         session.warnings.of_lacks()
@@ -212,13 +212,15 @@ class LoadController:
         session.saver.queue_claim_chores()
         session.warnings.of_workers()
 
-    def _compare_lives(self, entry: Entry) -> None:
-        """Log the settings that have changed since the process that saved the checkpoint."""
-        session, claim = self._session, self._session.owner.claim
+    def _compare_lives(self, found: LoadCandidate) -> None:
+        """Log settings and shapes that have changed since the process that saved the checkpoint."""
+        session, claim, entry = self._session, self._session.owner.claim, found.entry
         if claim is None or not session.ranks.is_leader:
             return
         session.untrained = (entry.step, session.history.changed_settings(entry.manifest))
-        changes = session.history.compare_with_base(entry.manifest, claim.epoch)
+        changes = session.history.compare_with_base(
+            entry.manifest, claim.epoch, resized=found.prepared.resizes
+        )
         if changes:
             text = "\n".join(f"  {line}" for line in changes)
             session.emit("changed", f"changed since {entry.folder}:\n{text}", step=entry.step)

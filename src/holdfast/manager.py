@@ -41,6 +41,7 @@ from holdfast.session import NEVER_QUIET, Calls, Session, count_calls
 from holdfast.staging.overlap import Mode
 from holdfast.state.capture.edits import Edit
 from holdfast.state.patterns import convert_names
+from holdfast.state.resizing import NO_RESIZE, Resize
 from holdfast.state.selection import RenameRule
 from holdfast.store.base import Store
 from holdfast.threads.buffers import collector_paused
@@ -317,6 +318,7 @@ class CheckpointManager(Marking):
         new: Iterable[str] = (),
         without: Iterable[str] = (),
         override: Iterable[str] = (),
+        resize: Resize = NO_RESIZE,
         required: bool = False,
         strict: bool = True,
     ) -> Checkpoint | None:
@@ -349,6 +351,10 @@ class CheckpointManager(Marking):
         "scheduler.total_steps". All others are the checkpoint's, and a warning names those that the
         script has changed (docs/loading.md).
 
+        `resize` maps paths or patterns of tensors to the dimension in which they may have grown or
+        shrunk: "rows" (0), "columns" (1) or its number (docs/loading.md). Old rows are loaded, new
+        ones keep their live values, and the optimizer's slots follow, with zeros.
+
         With `required`, having nothing to resume from is an error, and no new run is started.
 
         Raises:
@@ -373,6 +379,7 @@ class CheckpointManager(Marking):
             edit=self._session.hooks.edit_load,
             in_place=in_place,
             is_grown=not strict,
+            resize=resize,
             sides=self._loads.sides(new, without),
         )
         known = parse_seen(seen)
@@ -415,6 +422,7 @@ class CheckpointManager(Marking):
         new: Iterable[str] = (),
         without: Iterable[str] = (),
         override: Iterable[str] = (),
+        resize: Resize = NO_RESIZE,
     ) -> Checkpoint:
         """Load a checkpoint, or parts of it, into the live state. Does not claim the run.
 
@@ -423,9 +431,9 @@ class CheckpointManager(Marking):
         stored paths to live ones; `edit` changes what is stored before it is compared with the
         live state, in the place of the hook `edit_load`. With `strict=False` missing and
         unexpected leaves are reported in `skip_notes` and a warning instead of raised. When this
-        manager owns the run, the run continues from a full load. `in_place`, `new`, `without` and
-        `override` as for `resume`: damage in place leaves the state mixed until a whole load
-        succeeds.
+        manager owns the run, the run continues from a full load. `in_place`, `new`, `without`,
+        `override` and `resize` as for `resume`: damage in place leaves the state mixed until a
+        whole load succeeds.
 
         Raises:
             UsageError: an argument names nothing, or an edit is not possible.
@@ -445,6 +453,7 @@ class CheckpointManager(Marking):
             verify=verify,
             edit=edit if edit is not None else self._session.hooks.edit_load,
             in_place=in_place,
+            resize=resize,
             sides=self._loads.sides(new, without),
         )
         return self._loads.load(which, options, override)

@@ -366,6 +366,7 @@ _ALIKE = frozenset(
         "rename",
         "edit",
         "in_place",
+        "resize",
         "new",
         "without",
         "override",

@@ -42,6 +42,7 @@ from holdfast.state.modules import note_loaded
 from holdfast.state.optimizers import TRAINING_WEIGHTS, find_modes
 from holdfast.state.patterns import Entries, convert_names
 from holdfast.state.planning.copying import bytes_of
+from holdfast.state.resizing import NO_RESIZE, Resize
 from holdfast.state.selection import RenameRule
 from holdfast.store.base import Store
 from holdfast.threads.workers import Threads
@@ -79,6 +80,7 @@ def load_weights(
     include: Iterable[str] = (),
     skip: Iterable[str] = (),
     edit: Edit | None = None,
+    resize: Resize = NO_RESIZE,
     encrypt: Encryption | None = None,
     in_place: bool = False,
 ) -> Checkpoint: ...
@@ -96,6 +98,7 @@ def load_weights(
     include: Iterable[str] = (),
     skip: Iterable[str] = (),
     edit: Edit | None = None,
+    resize: Resize = NO_RESIZE,
     encrypt: Encryption | None = None,
     in_place: bool = False,
 ) -> Checkpoint | dict[str, Tensor]:
@@ -104,9 +107,10 @@ def load_weights(
     `source` is a root (its newest checkpoint), `root@step=1000`, `root@best`, `root@tag`, the
     folder of one checkpoint, or a store, where `which` selects another than the newest. `include`
     and `skip` choose leaves by `component.path` or by patterns, `rename` maps stored names to the
-    model's, `edit` changes the stored state before it is compared with the model. `encrypt` has the
-    keys of encrypted checkpoints. With `strict=False`, `notes` of the result lists what was
-    missing or unexpected. `in_place` reads straight into the model, without memory for a second
+    model's, `edit` changes the stored state before it is compared with the model, `resize` names
+    tensors that have grown or shrunk, as in `CheckpointManager.resume`. `encrypt` has the keys of
+    encrypted checkpoints. With `strict=False`, `notes` of the result lists missing and unexpected
+    leaves. `in_place` reads straight into the model, without memory for a second
     copy of it; damage then leaves it mixed. The averages `ema` and `swa` of the Trainer are cast to
     the model's dtypes.
 
@@ -126,6 +130,7 @@ def load_weights(
     refuse_capture("load_weights()")
     if model is None:
         needs = {"rename": rename is not None, "edit": edit is not None, "in_place": in_place}
+        needs["resize"] = bool(resize)
         _refuse_options(
             [name for name, is_given in (needs | {"strict": not strict}).items() if is_given]
         )
@@ -142,6 +147,7 @@ def load_weights(
         include=convert_names(include, "include"),
         skip=convert_names(skip, "skip"),
         edit=edit,
+        resize=resize,
         rng=False,
         in_place=in_place,
     )

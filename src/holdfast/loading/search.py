@@ -50,6 +50,7 @@ from holdfast.root.catalog import Catalog, Entry
 from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
 from holdfast.state.capture.edits import Edit, EditedLoad, edited_load
 from holdfast.state.planning.copying import Stored
+from holdfast.state.resizing import ResizedTensor, fit_tensors
 from holdfast.state.selection import StateLoadOptions
 from holdfast.store.base import Store
 from holdfast.threads.workers import Threads
@@ -87,7 +88,8 @@ class LoadOptions(StateLoadOptions):
     @property
     def proves_whole(self) -> bool:
         """Whether a load with these options reads and checks every byte of a checkpoint."""
-        return self.is_full and self.verify and self.edit is None and not self.is_grown
+        is_unchanged = self.edit is None and not self.resize and not self.is_grown
+        return self.is_full and self.verify and is_unchanged
 
     def is_asked(self, component: str) -> bool:
         """Whether the options select a component for loading."""
@@ -249,7 +251,8 @@ class CheckpointSearch:
             divided=opened.components.keys() - opened.by_rank if self.world_size > 1 else (),
         )
         rest = partial(self._read_rest, opened, reader, options, shards=prepared.shards)
-        tensors = _completed(_as_held(edited.tensors, prepared.shards), prepared.needed, rest)
+        changed = _resized(prepared.resized, edited.tensors, reader)
+        tensors = _completed(_as_held(changed, prepared.shards), prepared.needed, rest)
         # Several ranks read only their own boxes.
         has_read_all = options.proves_whole and not one_sided.without and self.world_size == 1
         return LoadCandidate(
@@ -483,6 +486,26 @@ def _edited(opened: Opened, edit: Edit | None, reader: TensorReader) -> EditedLo
         where=opened.folder,
         read=lambda name: reader.read_tensors({name: opened.components[name].tensors})[name],
     )
+
+
+def _resized(
+    made: Mapping[str, Mapping[str, ResizedTensor]],
+    edited: Mapping[str, Mapping[str, Tensor]],
+    reader: TensorReader,
+) -> Mapping[str, Mapping[str, Tensor]]:
+    """Add resized tensors to edited ones; those that no edit has read are read."""
+    if not made:
+        return edited
+    rest = {
+        name: [key for key in of_name if key not in edited.get(name, {})]
+        for name, of_name in made.items()
+    }
+    read = reader.read_tensors({name: keys for name, keys in rest.items() if keys})
+    stored = {name: {**edited.get(name, {}), **read.get(name, {})} for name in made}
+    return {
+        **edited,
+        **{name: {**edited.get(name, {}), **of} for name, of in fit_tensors(made, stored).items()},
+    }
 
 
 def _as_held(edited: Mapping[str, Mapping[str, Tensor]], shards: Held) -> StoredTensors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import chain
 from types import SimpleNamespace
@@ -66,8 +66,13 @@ class SettingsHistory:
             if text != self.given[name]
         )
 
-    def compare_with_base(self, manifest: Manifest, epoch: int) -> tuple[str, ...]:
-        """Compare with the checkpoint that the life `epoch` goes on from; return the changes."""
+    def compare_with_base(
+        self, manifest: Manifest, epoch: int, *, resized: Sequence[str] = ()
+    ) -> tuple[str, ...]:
+        """Compare with the checkpoint from which session `epoch` resumes; return the changes.
+
+        `resized`: changes of the shapes of its tensors.
+        """
         now = _versions(numerics(self._world_size), environment())
         before = _versions(manifest.numerics, manifest.environment)
         both = {name: (text, now[name]) for name, text in before.items() if name in now}
@@ -76,6 +81,7 @@ class SettingsHistory:
             for name in dict.fromkeys(chain(config, manifest.config)):
                 both[name] = (manifest.config.get(name, "none"), config.get(name, "none"))
         what = [f"{name}: {was} → {is_}" for name, (was, is_) in both.items() if was != is_]
+        what += resized
         if len(what) > _MAX_CHANGES:
             what[_MAX_CHANGES - 1 :] = [f"and {len(what) - _MAX_CHANGES + 1} more"]
         self.changes = manifest.changes

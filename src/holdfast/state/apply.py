@@ -30,6 +30,7 @@ from holdfast.state.planning.plans import (
     RngPlan,
     TreePlan,
 )
+from holdfast.state.resizing import ResizedTensor
 from holdfast.state.selection import (
     NOT_LOADED,
     WHOLE,
@@ -63,6 +64,7 @@ class Prepared:
         protected: Sequence[Tensor],
         problems: Problems,
         tolerated: Tolerated,
+        resized: Mapping[str, Mapping[str, ResizedTensor]],
     ) -> None:
         self.untaken = tuple(problems.untaken)
         """Stored leaves that are not loaded here; other ranks must load them."""
@@ -87,6 +89,12 @@ class Prepared:
         self.unrestored: list[str] = []
         """Components that a trial of `ready` may have changed, and why."""
         self._is_ready = False
+        changed = [one for of in resized.values() for one in of.values() if not one.is_slot]
+        self.resizes = tuple(one.change for one in changed)
+        """A text for each resized tensor, except slots: path, old and new shape."""
+        self.notes += self.resizes
+        self.resized = resized
+        """Component -> key -> the tensor that `ready` needs in the live shape."""
 
     def ready(self, tensors: Mapping[str, Mapping[str, Stored]]) -> None:
         """Make the new values and validate them; no live object changes. Call once.
@@ -227,6 +235,9 @@ def prepare(
                 problems.untaken += problems.unexpected[before:]
                 del problems.unexpected[before:]
     _report_selection(wishes, problems, wanted=wanted, everything=everything, planned=plans)
+    problems.other += wishes.resizing.refused
+    for path, kept, now in wishes.resizing.list_unresized():
+        problems.record_shape(path, kept, now)
     tolerated = Tolerated()
     if not is_strict:
         tolerated = problems.tolerate(lambda path: not options.strict or not path.endswith(WHOLE))
@@ -253,7 +264,9 @@ def prepare(
         if isinstance(value, nn.Module)
         for tensor in _tensors_of(value)
     ]
-    return Prepared(plans, protected, problems, tolerated)
+    resized = wishes.resizing.made
+    problems.lost += [one.lost for of in resized.values() for one in of.values() if one.lost]
+    return Prepared(plans, protected, problems, tolerated, resized)
 
 
 def _expect_a_choice(
@@ -321,6 +334,8 @@ def _report_selection(
     """Note the excluded components; raise for entries that match nothing, or note them."""
     unseen = set(everything) - set(planned)
     lost = [*wishes.selection.unmatched(unseen), *wishes.rename.unmatched()]
+    lost += wishes.resizing.unmatched(unseen)
+    problems.lost += wishes.resizing.list_idle(unseen)
     if lost and wishes.strict:
         raise UsageError("; ".join(lost))
     omitted = [name for name in everything if name not in wanted]

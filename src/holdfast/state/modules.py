@@ -103,6 +103,12 @@ class LiveModule:
         return [name for name in self.entries if name not in {**self.leaves, **self.extras}]
 
     @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Clean name -> live tensor: the leaf, if the entry is memory of the module."""
+        entries = {name: one for name, one in self.entries.items() if isinstance(one, Tensor)}
+        return {**entries, **self.leaves}
+
+    @property
     def is_opaque(self) -> bool:
         """Whether the module must be loaded by its own `load_state_dict`."""
         return bool(self.own_loading or self.strange_entries)
@@ -442,6 +448,10 @@ class ModulePlan(LoadPlan):
         ]
         known = {*loaded, *self._unexpected}
         self._wanted = {name: value for name, value in wanted.items() if name in known}
+        if wishes.resizing:
+            wishes.resizing.resize_module(
+                component, self._wanted, live.tensors, old_names, self._specs
+            )
         self._check_values(problems)
         self._compare_unsaved(stored.unsaved, wishes, problems)
         if self._frozen:

@@ -41,6 +41,10 @@ TRAINING_WEIGHTS = (
     "trains on, and not their average. For that, call optimizer.eval() before the save"
 )
 _CPU = torch.device("cpu")
+_NOT_RESIZED = {
+    "LBFGS": "cannot be resized: its history is one vector of all parameters",
+    "Rprop": "cannot be resized: new rows would have no step size",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,12 +326,15 @@ class OptimizerPlan(LoadPlan):
         self._match_groups(problems)
         self._check_options(problems)
         self._count_all_leaves()
+        problems.optimizers.add(self._component)
+        if wishes.resizing:
+            self._resize_slots(problems)
         self._check_fused(problems)
         for name, old in self._common.items():
             live, kept = list(self._live.parameters[name].shape), stored.shapes[old]
             if live != kept:
                 path = f"{self._component}.{name}"
-                problems.wrong_shape.append(f"{path}: stored for {kept}, live {live}")
+                problems.record_shape(path, kept, live, how="stored for")
             reason = refusal(self._live.parameters[name])
             if reason is not None:
                 problems.offenders.append((f"{self._component}.{name}", reason))
@@ -366,6 +373,29 @@ class OptimizerPlan(LoadPlan):
                     f"{type(optimizer).__name__} makes no such slot{advice}. Make one optimizer "
                     "step before the load"
                 )
+
+    def _resize_slots(self, problems: Problems) -> None:
+        """Resize the slots of parameters that are resized; refuse those of some optimizers."""
+        stored, kind = self._stored, type(self._live.optimizer).__name__
+        for name, old in self._common.items():
+            slots = stored.slots.get(old)
+            if isinstance(slots, dict):
+                slots = {
+                    slot: value
+                    for slot, value in slots.items()
+                    if not self._omits_slot(name, old, slot)
+                }
+            shape = self._wishes.resizing.resize_slots(
+                self._component,
+                (name, old),
+                stored.shapes[old],
+                self._live.parameters[name],
+                slots,
+                self._specs,
+            )
+            if shape != stored.shapes[old] and kind in _NOT_RESIZED:
+                problems.other.append(f"{self._component}.{name}: {kind} {_NOT_RESIZED[kind]}")
+            stored.shapes[old] = [*shape]
 
     def _match_tensors(self, problems: Problems) -> None:
         """Record which stored tensors go into DTensors, or become ones beside a parameter."""

@@ -15,6 +15,7 @@ from holdfast.format.objects import join_path
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import DTYPE_NAMES
 from holdfast.state.patterns import Entries
+from holdfast.state.resizing import Resize, Resizing, name_dimension, only_difference
 
 _PARTS = frozenset(
     {
@@ -224,6 +225,10 @@ class Problems:
     """Notes on what was left out or cannot be exact, and is no reason to refuse."""
     lost: list[str] = field(default_factory=list)
     """Notes on live values that the load removes, which are logged as warnings."""
+    resizable: dict[str, int | None] = field(default_factory=dict)
+    """Tensors of `wrong_shape` → the only dimension that differs; None: several do."""
+    optimizers: set[str] = field(default_factory=set)
+    """Components that are optimizers, whose slots are resized with their parameters."""
     names: dict[str, Sides] = field(default_factory=dict)
     """Stored and live names of modules and optimizers, to which a `rename` applies."""
 
@@ -232,11 +237,17 @@ class Problems:
     ) -> None:
         """Record a stored tensor whose shape or dtype differs from the live one."""
         if spec.shape != tuple(live.shape) and not any_shape:
-            stored, expected = list(spec.shape), list(live.shape)
-            self.wrong_shape.append(f"{path}: stored {stored}, live {expected}")
+            self.record_shape(path, spec.shape, live.shape)
         if spec.dtype != DTYPE_NAMES[live.dtype]:
             live_dtype = DTYPE_NAMES[live.dtype]
             self.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {live_dtype}")
+
+    def record_shape(
+        self, path: str, stored: Sequence[int], live: Sequence[int], *, how: str = "stored"
+    ) -> None:
+        """Record a tensor of another shape."""
+        self.wrong_shape.append(f"{path}: {how} {[*stored]}, live {[*live]}")
+        self.resizable[path] = only_difference(stored, live)
 
     def tolerate(self, tolerates: Callable[[str], bool]) -> Tolerated:
         """Turn those missing and unexpected leaves into notes that `tolerates` accepts."""
@@ -278,13 +289,23 @@ class Problems:
                 "if the model has gained or lost parameters, pass strict=False (docs/loading.md)"
             )
         if self.wrong_shape and self.names:
-            skip = self._entries_to_skip()
+            skip, resize = self._entries_to_skip(), self._entries_to_resize()
+            way = f"to grow or cut the stored ones, pass resize={resize}; else " if resize else ""
             hints.append(
-                "parameters of other shapes cannot be loaded: make the model as it was saved, or "
-                "start a run in another root from what fits, by load or load_weights with "
-                f"skip={skip or '[…]'} (docs/loading.md)"
+                f"parameters of other shapes cannot be loaded: {way}make the model as it was "
+                "saved, or start a run in another root from what fits, by load or load_weights "
+                f"with skip={skip or '[…]'} (docs/loading.md)"
             )
         return "\n".join([found, *hints] if found else hints)
+
+    def _entries_to_resize(self) -> dict[str, str | int]:
+        """Return entries for `resize` with which all shapes fit; none if there are no such."""
+        dims = {path: dim for path, dim in self.resizable.items() if dim is not None}
+        if len(dims) < len(self.wrong_shape) or any("*" in path for path in dims):
+            return {}
+        slots = {path for path in dims if path.split(".")[0] in self.optimizers}
+        chosen = [path for path in dims if path not in slots] or [*dims]
+        return {path: name_dimension(dims[path]) for path in chosen}
 
     def _entries_to_skip(self) -> list[str]:
         """Return entries for `skip` with which all the rest fits; none if there are no such."""
@@ -377,8 +398,13 @@ class StateLoadOptions:
     `state.patterns`). Empty: all."""
     skip: Collection[str] = ()
     """Parts of `include` that are not loaded; entries have the same form."""
+    resize: Resize = field(default_factory=dict)
+    """Tensors that are grown or cut to the live shape, and in which dimension."""
     rng: bool = True
     """Whether generator states are restored."""
+
+    def __post_init__(self) -> None:
+        Resizing(self.resize)  # raises if a dimension has no such name
 
     @property
     def selection(self) -> Selection:
@@ -394,3 +420,4 @@ class Wishes:
         self.is_grown = options.is_grown
         self.rename = Rename(options.rename)
         self.selection = options.selection
+        self.resizing = Resizing(options.resize)

@@ -27,6 +27,7 @@ from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.clock import Time, Unit
 from holdfast.state.patterns import convert_names
 from holdfast.state.planning.schedulesettings import check_override
+from holdfast.state.resizing import NO_RESIZE, Resize
 from holdfast.store.base import Store
 from holdfast.train import build
 from holdfast.train.argument_checks import Counts, check_counted
@@ -207,6 +208,7 @@ class Trainer:
         start_from: str | os.PathLike[str] | None = None,
         load_best: bool = False,
         override: Collection[str] = (),
+        resize: Resize = NO_RESIZE,
         resume: str | int = "if_available",
         strict: bool = True,
     ) -> Outcome:
@@ -239,6 +241,8 @@ class Trainer:
                 the optimizer, such as "lr", or "optimizer.param_groups.0.lr" of one group, and of
                 schedulers, such as "scheduler.total_steps". All others stay as in the checkpoint,
                 with a warning.
+            resize: tensors that have more or fewer rows than in the checkpoint, as
+                `CheckpointManager.resume` takes it (docs/loading.md).
             resume: "always" requires a checkpoint, in the root or by `start_from`. "never" starts
                 a new run beside the checkpoints of the root, which stay, as
                 `CheckpointManager.start_new` does: at each start of the script. A checkpoint of the
@@ -270,6 +274,7 @@ class Trainer:
             start=StartingPoint.resolve_source(start_from, self.root),
             strict=strict,
             override=override,
+            resize=resize,
             without=without,
         )
         resuming.check_resume_arguments(has_root=self.root is not None)

@@ -44,8 +44,9 @@ class LoadPlan(ABC):
     def __init__(self, component: str, live: Any, specs: Mapping[str, TensorSpec]) -> None:
         self._component = component
         self._live = live
-        self._specs = specs
-        self.destinations = Destinations(specs)
+        self._specs = dict(specs)
+        """Key → spec; resized tensors get their live shape in `check`."""
+        self.destinations = Destinations(self._specs)
 
     finish_order = 0
     """Order of `finish`: 0 foreign code, 1 generators, 2 the global generators."""
@@ -90,6 +91,8 @@ class TreePlan(LoadPlan):
         elif wishes.selection.is_partial(self._component):
             keep_live(self._wanted, self._live, self._component, wishes.selection)
         self._compare_keys(problems)
+        if wishes.resizing:
+            wishes.resizing.resize_tree(self._component, self._wanted, self._live, self._specs)
         self._wanted = revive(skeleton, self._live, self._component, problems, stored=self._wanted)
         self.destinations.look_in(self._live)
         self.destinations.match(self._live, self._wanted, self._component, problems)
@@ -233,11 +236,14 @@ class ObjectPlan(LoadPlan):
         is_partial = wishes.selection.is_partial(self._component)
         # Without a group there are no DTensors; then no `state_dict` is called for them.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if not (skeleton.has_enums or is_partial) and (is_alone or not self._specs):
+        needs_live = skeleton.has_enums or is_partial or bool(wishes.resizing)
+        if not needs_live and (is_alone or not self._specs):
             return
         live = self._live.state_dict()
         if is_partial:
             self._is_wanted = keep_live(self._wanted, live, self._component, wishes.selection)
+        if wishes.resizing:
+            wishes.resizing.resize_tree(self._component, self._wanted, live, self._specs)
         self._wanted = revive(skeleton, live, self._component, problems, stored=self._wanted)
         self.destinations.look_in(live)
         self.destinations.match(live, self._wanted, self._component, problems)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -33,6 +33,7 @@ from holdfast.results import Checkpoint, CheckpointList, PendingSave, metrics_by
 from holdfast.save_controller import check_saved_components
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.state.components import PerRank
+from holdfast.state.resizing import Resize
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.train.fit.saving import Saves, prepare_save
@@ -86,7 +87,11 @@ class StartingPoint:
                 self.store, parts.state, hooks=hooks, encrypt=encryption, ranks=parts.ranks
             ) as other:
                 found = other.load(
-                    self.which, strict=resuming.strict, in_place=True, override=resuming.override
+                    self.which,
+                    strict=resuming.strict,
+                    in_place=True,
+                    override=resuming.override,
+                    resize=resuming.resize,
                 )
         except (OpaqueLoadFailed, KeyboardInterrupt):
             parts.status.has_begun = True  # the state is neither the old nor the stored one
@@ -249,6 +254,7 @@ class Resuming:
     """Checkpoint of another root, to load if this run has none."""
     strict: bool = True
     override: Collection[str] = ()
+    resize: Resize = field(default_factory=dict)
     without: Collection[str] = ()
     """Components that the checkpoint may have and the Trainer does not."""
 
@@ -267,10 +273,14 @@ class Resuming:
         """Resume from the newest checkpoint, or roll the run back to the named one."""
         if self.how in _NEWEST:
             required = self.how == "always" and self.start is None
-            return manager.resume(strict=self.strict, override=self.override, required=required)
+            return manager.resume(
+                strict=self.strict, override=self.override, resize=self.resize, required=required
+            )
         newest = manager.list()[:1]
         try:
-            found = manager.resume(self.how, strict=self.strict, override=self.override)
+            found = manager.resume(
+                self.how, strict=self.strict, override=self.override, resize=self.resize
+            )
         except NoCheckpoint as error:
             raise NoCheckpoint(
                 f'resume={self.how!r} is neither "if_available", "always" nor "never", so it names '
