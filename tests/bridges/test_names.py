@@ -28,10 +28,6 @@ CLASSES = {
             "teardown",
         },
     ),
-    "lightning.state.ReadingIO": (
-        "lightning.pytorch.plugins.io.CheckpointIO",
-        {"load_checkpoint", "remove_checkpoint", "save_checkpoint", "teardown"},
-    ),
     "transformers.run.TransformersRun": (
         "transformers.TrainerCallback",
         {"on_epoch_end", "on_evaluate", "on_prediction_step", "on_step_end", "on_train_begin"},

@@ -29,7 +29,7 @@ from holdfast.bridges.lightning.seams import (
     model_of,
     monitors_of,
 )
-from holdfast.bridges.lightning.state import ReadingIO, TrainerState, load_roots
+from holdfast.bridges.lightning.state import CheckpointReader, TrainerState, load_roots
 from holdfast.bridges.parts import (
     BridgeValidations,
     Generators,
@@ -113,7 +113,9 @@ class HoldfastCheckpoint(CheckpointCallback):
         self._stop = stop or Stop()
         self._emit = Emitter()
         self._open = ExitStack()
-        self._io: ReadingIO | None = None
+        self._reader: CheckpointReader | None = None
+        self.chosen_path: str | os.PathLike[str] | None = None
+        """What Lightning was given as `ckpt_path`, with "best" and "last" replaced by a path."""
         self._generators: Generators | None = None
         """Those that were resumed, until training goes on."""
         self._state: TrainerState | None = None
@@ -153,17 +155,17 @@ class HoldfastCheckpoint(CheckpointCallback):
         others = [one for one in trainer.callbacks if isinstance(one, HoldfastCheckpoint)]
         if len(others) > 1:
             raise UsageError("two HoldfastCheckpoint callbacks were passed: pass one")
-        io = trainer.strategy.checkpoint_io
-        inner = io.inner if isinstance(io, ReadingIO) else io
-        self._io = ReadingIO(inner, trainer, self.checkpoints.encrypt, self._part, self._hooks)
-        trainer.strategy.checkpoint_io = self._io
+        encrypt = self.checkpoints.encrypt
+        self._reader = CheckpointReader(trainer, encrypt, self._part, self._hooks)
 
     @override
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Resume the run, or begin it."""
         if trainer.fast_dev_run:
             return
-        assert self._io is not None, "setup() comes first"
+        assert self._reader is not None, "setup() comes first"
+        given = given_path(trainer, self.chosen_path)
+        self._reader.find_asked(given)
         self._emit = reporting(self.checkpoints)
         for who, metric, mode in monitors_of(trainer):
             check_direction(self.checkpoints, self._emit, metric, mode, who)
@@ -185,7 +187,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         )
         self._open = ExitStack()
         self._open.push(self.manager)
-        resumed = self._resume(self.manager, components, given_path(trainer))
+        resumed = self._resume(self.manager, components, given)
         self._measured = NewMetrics(trainer)
         self._validations = BridgeValidations(
             self.checkpoints,
@@ -197,9 +199,10 @@ class HoldfastCheckpoint(CheckpointCallback):
         self._generators = None if resumed is None else Generators()
         if resumed is not None:
             trainer._checkpoint_connector._loaded_checkpoint = {}
+            self._reader.done = given
             self._state.stand(resumed)
             self._stay_ended(trainer, resumed)
-        elif not given_path(trainer):
+        elif not given:
             begin_data(trainer, self._emit)
         self._step, self._has_ended = trainer.global_step, False
         self._wrap(trainer.fit_loop)
@@ -261,7 +264,7 @@ class HoldfastCheckpoint(CheckpointCallback):
     def _resume(
         self, manager: CheckpointManager, components: dict[str, Any], ckpt_path: str
     ) -> Checkpoint | None:
-        asked = self._io.asked if self._io is not None else None
+        asked = self._reader.asked if self._reader is not None else None
         if asked is not None and asked[0].url == manager.store.url:
             found = manager.resume(asked[1])
             if found is None:
@@ -281,8 +284,8 @@ class HoldfastCheckpoint(CheckpointCallback):
     def _stay_ended(self, trainer: Any, resumed: Checkpoint) -> None:
         """End the fit of a run that a callback had ended, unless a checkpoint of it is named."""
         assert self._state is not None
-        assert self._io is not None
-        is_named = self._io.asked is not None and self._io.asked[1] != "latest"
+        assert self._reader is not None
+        is_named = self._reader.asked is not None and self._reader.asked[1] != "latest"
         if self._state.has_stopped and not is_named:
             trainer.should_stop = True
             which = f"{resumed.root}@step={resumed.step}"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
 import lightning
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.trainer.connectors import checkpoint_connector
 from torch import Tensor
 from typing_extensions import override
 
 from holdfast.bridges.parts import name_components, rewind
+from holdfast.data.ranks import DataRanks
 from holdfast.errors import UsageError, listing
 from holdfast.events import Emitter
 from holdfast.format.manifest import Mode
@@ -22,13 +26,16 @@ SUPPORTED = "2.4 to 2.6"
 FRAMEWORK = "lightning"
 
 _NEEDED = (
+    "_checkpoint_connector._ckpt_path",
     "_checkpoint_connector._loaded_checkpoint",
     "_checkpoint_connector._parse_ckpt_path",
+    "_checkpoint_connector._user_managed",
     "_checkpoint_connector.dump_checkpoint",
     "_checkpoint_connector.restore_callbacks",
     "_checkpoint_connector.restore_datamodule",
     "_checkpoint_connector.restore_loops",
     "_checkpoint_connector.restore_precision_plugin_state",
+    "_checkpoint_connector.resume_start",
     "_logger_connector._callback_metrics",
     "fit_loop._combined_loader",
     "fit_loop._combined_loader_states_to_load",
@@ -51,6 +58,9 @@ _NEEDED = (
     "fit_loop.setup_data",
 )
 """Parts of Lightning's Trainer that are no public interface, or not as they are used here."""
+_STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
+_UNSUPPORTED = frozenset({"DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy"})
+"""Names of subclasses of these that hold other parts of a model on each rank, or were not tried."""
 RESTARTING = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
 """Members of a loop by which it repeats parts of an epoch; not each version has each."""
 
@@ -65,9 +75,12 @@ def check_trainer(trainer: Any) -> None:
             attrgetter(name)(trainer)
         except AttributeError:
             wrong.append(f"trainer.{name}: Lightning {version} has none; supported are {SUPPORTED}")
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-        kind = type(trainer.strategy).__name__
-        wrong.append(f"{kind}: only single devices and DDP are supported, which hold whole models")
+    kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+    if not isinstance(trainer.strategy, _STRATEGIES) or _UNSUPPORTED.intersection(kinds):
+        wrong.append(
+            f"{kinds[0]} is not supported: use ModelParallelStrategy, with fully_shard in "
+            "configure_model, DDPStrategy, or a single device"
+        )
     if trainer.reload_dataloaders_every_n_epochs:
         wrong.append("reload_dataloaders_every_n_epochs: a new loader has no position; leave it 0")
     if wrong:
@@ -91,20 +104,35 @@ def find_last(callback: type[Any]) -> None:
     def parse(connector: Any, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
         others = [*connector.trainer.checkpoint_callbacks]
         ours = next((one for one in others if isinstance(one, callback)), None)
-        if ckpt_path not in ("last", "best") or ours is None:
+
+        def ask_lightning() -> Any:
             return original(connector, state_fn, ckpt_path, *args, **options)
-        path = ours.best_model_path if ckpt_path == "best" else ours.last_model_path
-        if path or (ckpt_path == "last" and state_fn.value == "fit"):
-            return path or None  # a fit begins the run
-        theirs = [found for one in others if (found := getattr(one, f"{ckpt_path}_model_path", ""))]
-        if theirs and ckpt_path == "best":
-            return theirs[0]  # Lightning asks the first callback alone, which may be ours
-        if theirs:
-            return original(connector, state_fn, ckpt_path, *args, **options)
-        lack = "no checkpoint" if ckpt_path == "last" else _NO_BEST
-        raise UsageError(f"ckpt_path={ckpt_path!r}: {ours.checkpoints.root} has {lack}")
+
+        if ours is None:
+            return ask_lightning()
+        if ckpt_path in ("last", "best"):
+            is_fit = state_fn.value == "fit"
+            ours.chosen_path = _find_named(ours, others, ckpt_path, is_fit, ask_lightning)
+        else:
+            ours.chosen_path = ask_lightning()
+        return ours.chosen_path
 
     connector_class._parse_ckpt_path = parse
+
+
+def _find_named(
+    ours: Any, others: list[Any], name: str, is_fit: bool, ask_lightning: Callable[[], Any]
+) -> Any:
+    path = ours.best_model_path if name == "best" else ours.last_model_path
+    if path or (name == "last" and is_fit):
+        return path or None  # a fit begins the run
+    theirs = [found for one in others if (found := getattr(one, f"{name}_model_path", ""))]
+    if theirs and name == "best":
+        return theirs[0]  # Lightning asks the first callback alone, which may be ours
+    if theirs:
+        return ask_lightning()
+    lack = "no checkpoint" if name == "last" else _NO_BEST
+    raise UsageError(f"ckpt_path={name!r}: {ours.checkpoints.root} has {lack}")
 
 
 def model_of(module: Any, part: str | None) -> Any:
@@ -138,6 +166,7 @@ def components_of(trainer: Any, emit: Emitter) -> dict[str, Any]:
             "within an epoch trains on other samples. Give a holdfast.data.Loader",
         )
     _check_lengths(trainer, kept)
+    _check_ranks(trainer, kept)
     return {
         **name_components("optimizer", trainer.optimizers),
         **name_components("scheduler", schedulers),
@@ -164,6 +193,25 @@ def _check_lengths(trainer: Any, loaders: list[Any]) -> None:
             )
 
 
+def _check_ranks(trainer: Any, loaders: list[Any]) -> None:
+    """Check that ranks which hold parts of one model, and only those, get the same data."""
+    if not isinstance(trainer.strategy, ModelParallelStrategy):
+        return
+    shares = trainer.strategy.distributed_sampler_kwargs
+    expected = DataRanks(shares["rank"], shares["num_replicas"])
+    for loader in loaders:
+        found = getattr(loader, "ranks", expected)
+        if found != expected:
+            raise UsageError(
+                f"{type(loader).__name__}: this process takes the part of rank {found.rank} of "
+                f"{found.world_size}, and the strategy's mesh data_parallel gives it that of rank "
+                f"{expected.rank} of {expected.world_size}. For FSDP2, give ModelParallelStrategy "
+                "the number of ranks as data_parallel_size, and tensor_parallel_size=1; for tensor "
+                "parallelism, make the Loader in train_dataloader, with "
+                "ranks=DataRanks(mesh.get_local_rank(), mesh.size()) of that mesh"
+            )
+
+
 def position_of(trainer: Any) -> Any:
     """Return the first loader of ours; None: there is none."""
     loaders = trainer.fit_loop._combined_loader.flattened
@@ -179,14 +227,14 @@ def begin_anew(trainer: Any) -> None:
             "the validation has the Loader of the training, whose position it would move: give it "
             "a Loader of its own"
         )
+    _check_ranks(trainer, loaders)
     rewind(loaders)
 
 
-def given_path(trainer: Any) -> str:
-    """Return the `ckpt_path` of a fit; "" if there is none, or a tuner has removed its own file."""
-    path = "" if trainer.ckpt_path is None else str(trainer.ckpt_path)
-    was_tuned = path.endswith(".ckpt") and "://" not in path and not os.path.exists(path)
-    return "" if was_tuned else path
+def given_path(trainer: Any, chosen: Any) -> str:
+    """Return the `ckpt_path` of a fit, "" for none; `chosen` is what was found for its argument."""
+    is_set_before = trainer._checkpoint_connector._user_managed
+    return str((trainer.ckpt_path if is_set_before else chosen) or "")
 
 
 def begin_data(trainer: Any, emit: Emitter) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch.core import saving
-from lightning.pytorch.plugins.io import CheckpointIO
 from torch import Tensor
-from typing_extensions import override
 
 from holdfast.bridges.lightning.seams import FRAMEWORK, RESTARTING, model_of, position_of
 from holdfast.bridges.parts import left_out
@@ -24,6 +23,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.ownership.access import place_of
 from holdfast.results import Checkpoint
 from holdfast.state.components import RNG, TRAINER
+from holdfast.state.leaves import local_of
 from holdfast.store.base import Store
 from holdfast.weights import load_weights
 
@@ -49,11 +49,12 @@ class TrainerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return Lightning's checkpoint without what other components hold."""
-        content = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        own = self._trainer.lightning_module.state_dict()
+        with _without_gathering(self._trainer.strategy, own):
+            content = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         for name in ("optimizer_states", "lr_schedulers"):
             del content[name]
         # A callback that averages weights puts these there, and the model's own elsewhere.
-        own = self._trainer.strategy.lightning_module_state_dict()
         of_model = [name for name, value in content.items() if _is_of(value, own)]
         for name in of_model:
             del content[name]
@@ -217,13 +218,29 @@ class TrainerState:
                     setattr(loop, name, False)
 
 
+@contextmanager
+def _without_gathering(strategy: Any, own: Mapping[str, Any]) -> Iterator[None]:
+    """Let Lightning's dump refer to weights and moments: other components hold them.
+
+    Strategies of sharded models would copy or gather them.
+    """
+    strategy.lightning_module_state_dict = lambda: own
+    strategy.optimizer_state = lambda optimizer: optimizer.state_dict()
+    try:
+        yield
+    finally:
+        del strategy.lightning_module_state_dict, strategy.optimizer_state
+
+
 def _is_of(value: Any, own: Mapping[str, Any]) -> bool:
     """Whether a value is a mapping of the model's own tensors, under any names."""
+    if value is own:
+        return True
     if not isinstance(value, Mapping) or not any(isinstance(one, Tensor) for one in value.values()):
         return False
-    memory = {one.data_ptr() for one in own.values() if isinstance(one, Tensor)}
+    memory = {local_of(one).data_ptr() for one in own.values() if isinstance(one, Tensor)}
     return all(
-        one.data_ptr() in memory if isinstance(one, Tensor) else name in own
+        local_of(one).data_ptr() in memory if isinstance(one, Tensor) else name in own
         for name, one in value.items()
     )
 
@@ -247,41 +264,47 @@ def _copy_storable(value: Any, path: str, lost: list[str]) -> Any:
 
 
 _FILES = (".ckpt", ".pt", ".pth", ".safetensors")
+_SHARDED = "meta.pt"
+"""A file in folders that Lightning saves of sharded models."""
 
 
-class ReadingIO(CheckpointIO):
-    """Reads our checkpoints where Lightning is given one, and leaves all other files to `inner`."""
+class CheckpointReader:
+    """Reads our checkpoints if Lightning is given one, and leaves all other paths to Lightning.
+
+    It stands in for the first step of Lightning's restore, as strategies of sharded models read no
+    files through a `CheckpointIO`.
+    """
 
     def __init__(
-        self,
-        inner: Any,
-        trainer: Any,
-        encrypt: Encryption | None,
-        part: str | None,
-        hooks: StateHooks,
+        self, trainer: Any, encrypt: Encryption | None, part: str | None, hooks: StateHooks
     ) -> None:
-        self.inner = inner
         self.asked: tuple[Store, str] | None = None
-        """Store and checkpoint of the `ckpt_path` of a fit; its state is loaded later, at once."""
+        """Store and checkpoint of the `ckpt_path` of a fit; its state is loaded at once."""
+        self.done: str | None = None
+        """The `ckpt_path` of a fit that has resumed: such strategies would restore it later."""
         self._trainer, self._encrypt, self._part = trainer, encrypt, part
         self._hooks = hooks
+        self._connector = trainer._checkpoint_connector
+        self._connector.resume_start = self.start_restore
 
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
-    ) -> None:
-        """Write a file of Lightning's own, as without this bridge."""
-        self.inner.save_checkpoint(checkpoint, path, storage_options=storage_options)
+    def start_restore(self, path: Any = None, *arguments: Any, **options: Any) -> None:
+        """Load weights into the live module, and let hooks see what they may ask for."""
+        if path is not None and str(path) == self.done:
+            return
+        if path and _is_ours(os.fspath(path)):
+            self._connector._ckpt_path = path
+            self._connector._loaded_checkpoint = self._read_checkpoint(os.fspath(path))
+        else:
+            type(self._connector).resume_start(self._connector, path, *arguments, **options)
 
-    @override
-    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Load weights into the live module, and return them with what hooks may ask for."""
-        text = os.fspath(path)
-        if not _is_ours(text):
-            options = {name: one for name, one in options.items() if one is not None}
-            loaded: dict[str, Any] = self.inner.load_checkpoint(path, *arguments, **options)
-            return loaded
-        store, which, folder = place_of(text)
+    def find_asked(self, path: str) -> None:
+        """Note which checkpoint of ours a fit was given, if it is one."""
+        if path and _is_ours(path):
+            store, which, folder = place_of(path)
+            self.asked = store, folder or which
+
+    def _read_checkpoint(self, path: str) -> dict[str, Any]:
+        store, which, folder = place_of(path)
         module, is_fit = self._trainer.lightning_module, self._trainer.training
         stored = _Stored()
         # Of a fit, all but what hooks may ask for is loaded later.
@@ -291,24 +314,12 @@ class ReadingIO(CheckpointIO):
             edit_save=self._hooks.edit_save, one_sided=lambda name: name != "model" or is_fit
         )
         with CheckpointManager(
-            store, wanted, ranks=None, encrypt=self._encrypt, hooks=hooks, sinks=()
+            store, wanted, encrypt=self._encrypt, hooks=hooks, sinks=()
         ) as manager:
             manager.load(folder or which, skip=[RNG])
-        if is_fit:
-            self.asked = store, folder or which
         # Averages of the weights, which are what is tested, are in the place of the weights.
         unread = {"loops", "state_dict"} if is_fit else {"loops"}
         return _build_content(module.state_dict(), stored, unread)
-
-    @override
-    def remove_checkpoint(self, path: Any) -> None:
-        """Remove a file of Lightning's own."""
-        self.inner.remove_checkpoint(path)
-
-    @override
-    def teardown(self) -> None:
-        """Let the inner one clean up."""
-        self.inner.teardown()
 
 
 def load_roots() -> None:
@@ -337,7 +348,7 @@ def _is_ours(path: str) -> bool:
     if path.endswith(_FILES):
         return False
     is_ours = checkpoints_of_ours.recognises(path)
-    if not is_ours and os.path.isdir(path):
+    if not is_ours and os.path.isdir(path) and not os.path.isfile(os.path.join(path, _SHARDED)):
         raise NoCheckpoint(
             f"{path}: a folder without checkpoints; give a root of Holdfast, ROOT@step=N, or a "
             "file of Lightning"
