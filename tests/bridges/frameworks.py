@@ -14,15 +14,17 @@ MODULES = {
     "accelerate": "accelerate",
     "ignite": "ignite.engine",
     "lightning": "lightning",
+    "sentence_transformers": "sentence_transformers",
     "torchtitan": "torchtitan.components.checkpointer",
     "transformers": "transformers",
+    "trl": "trl",
 }
 
 
 def needed(name: str) -> Any:
     """Import a framework. Without it the test is skipped, and fails where `CI` is set.
 
-    torchtitan is for Python 3.11 and newer.
+    torchtitan and trl are for Python 3.11 and newer.
     """
     try:
         with warnings.catch_warnings():
@@ -30,7 +32,7 @@ def needed(name: str) -> Any:
             return importlib.import_module(MODULES[name])
     except ImportError as error:
         why = f"{name} is not here, so its bridge is not tested: {error}"
-        is_impossible = name == "torchtitan" and sys.version_info < (3, 11)
+        is_impossible = name in ("torchtitan", "trl") and sys.version_info < (3, 11)
         if os.environ.get("CI") and not is_impossible:
             pytest.fail(why)
         pytest.skip(why, allow_module_level=True)

@@ -16,7 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 import holdfast
 import holdfast.interop
@@ -457,6 +457,74 @@ class Tokens(Dataset[Any]):
 
 def tiny() -> Any:
     return transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+
+
+def test_batches_can_be_looked_at_before_during_and_after_a_training(tmp_path: Path) -> None:
+    """Without moving it."""
+
+    class Looks(callbacks.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seen.append(len(next(iter(one.get_train_dataloader()))["labels"]))
+
+    seen: list[int] = []
+    one = trainer(tmp_path / "run", max_steps=3, more=[Looks()])
+    first = next(iter(one.get_train_dataloader()))
+    one.train()
+    assert seen == [4] * 3
+    assert (one.state.global_step, one._holdfast.data.batch) == (3, 3)
+    again = next(iter(one.get_train_dataloader()))
+    assert len(first["labels"]) == len(again["labels"]) == 4
+
+
+class Pairs(BatchSampler):
+    """Batches of a first and a last sample; one rank's, as accelerate takes them."""
+
+    def __init__(self, num_left: int = 0) -> None:
+        super().__init__(range(40), batch_size=2, drop_last=False)
+        self._num_left = num_left
+
+    def __iter__(self) -> Any:
+        yield from ([number, 39 - number] for number in range(16 - self._num_left))
+        yield from ([20] for _ in range(self._num_left))
+
+
+class Batched(transformers.Trainer):  # type: ignore[misc]
+    """A Trainer whose batches are of a sampler of its own, or of another size."""
+
+    options: dict[str, Any] = {}  # noqa: RUF012 - each test has a class of its own
+
+    def get_train_dataloader(self) -> Any:
+        return self.accelerator.prepare(DataLoader(Tokens(), **self.options))
+
+
+def first_tokens(root: Path, num_left: int, *, is_ours: bool, **options: Any) -> list[list[int]]:
+    """Tokens of each batch of this rank in the first epoch."""
+    given = options or {"batch_sampler": Pairs(num_left)}
+    kind = type("Batched", (Batched,), {"options": given})
+    more = {"checkpoints": root} if is_ours else {}
+    kind = type("Ours", (bridge.CheckpointedMixin, kind), {}) if is_ours else kind
+    backend = "gloo" if torch.distributed.is_initialized() else None
+    args = arguments(root, ddp_backend=backend)
+    made = kind(transformers.GPT2LMHeadModel(tiny()), args, train_dataset=Tokens(), **more)
+    return [[*batch["input_ids"][:, 0].tolist()] for batch in made.get_train_dataloader()]
+
+
+def batches_of_both(root: Path, say: forks.Say) -> dict[str, Any]:
+    found = [first_tokens(root, 0, is_ours=is_ours) for is_ours in (True, False)]
+    with pytest.raises(UsageError, match="drop the last batch"):
+        first_tokens(root, 1, is_ours=True)
+    return {"ours": found[0], "theirs": found[1]}
+
+
+def test_batches_of_a_sampler_of_ones_own_are_those_of_the_trainer(tmp_path: Path) -> None:
+    """In one process, and each rank's; a size other than that of the arguments is kept, too."""
+    assert first_tokens(tmp_path, 1, is_ours=True) == first_tokens(tmp_path, 1, is_ours=False)
+    sizes = first_tokens(tmp_path, 0, is_ours=True, batch_size=8, shuffle=True)
+    assert [len(batch) for batch in sizes] == [8] * 5
+    assert forks.finish_ranks(batches_of_both, tmp_path / "ranks", 2) == [0, 0]
+    for rank in range(2):
+        found = forks.result(tmp_path / "ranks", rank)["found"]
+        assert found["ours"] == found["theirs"] != []
 
 
 class InOrder(transformers.Trainer):  # type: ignore[misc]

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import transformers.trainer as theirs
+from accelerate.utils import send_to_device
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 
 from holdfast.bridges.parts import (
@@ -187,6 +188,8 @@ class TransformersRun(TrainerCallback):
         scaler = self.trainer.accelerator.scaler
         if scaler is not None:
             state["scaler"] = scaler
+        if getattr(self.trainer.args, "sync_ref_model", False):  # TRL updates that model
+            state["ref_model"] = self.trainer.ref_model
         self.manager = CheckpointManager(
             self.checkpoints,
             state,
@@ -278,8 +281,8 @@ class TransformersRun(TrainerCallback):
             self._save()
 
     def is_over(self) -> bool:
-        """Whether nothing is left to train."""
-        return self.was_done or self.is_done()
+        """Whether nothing is left of the training under way."""
+        return self.manager is not None and (self.was_done or self.is_done())
 
     def is_done(self) -> bool:
         """Whether the training has reached its goal."""
@@ -327,8 +330,11 @@ _PROGRESS = (
 )
 """Fields of the TrainerState that a checkpoint restores; others follow from the arguments."""
 
-_OF_TRL = ("_total_train_tokens",)
-"""Counters of TRL's trainers that they log, and that are not in the TrainerState."""
+_GENERATED = "_buffered_inputs"
+_OF_TRL = ("_total_train_tokens", "_step", "_last_world_entropy")
+"""Numbers that TRL's trainers count, and that are not in the TrainerState."""
+_UNLOGGED = ("_metrics", "_stored_metrics", "accum_loss_components")
+"""Metrics that TRL's and sentence-transformers' trainers collect for their next log."""
 
 
 class TransformersCounters:
@@ -373,8 +379,9 @@ class TransformersCounters:
             "losses_since": self.losses_since,
             "last_logged_step": trainer._globalstep_last_logged,
             "has_stopped": self._run.has_stopped,
-            **({} if unlogged is None else {"unlogged": {k: [*v] for k, v in unlogged.items()}}),
-            **{name: getattr(trainer, name) for name in _OF_TRL if hasattr(trainer, name)},
+            **({} if unlogged is None else {"unlogged": dict(unlogged)}),
+            **_find_numbers(trainer),
+            **_find_generations(trainer),
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
@@ -412,12 +419,12 @@ class TransformersCounters:
             trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
         unlogged = _find_unlogged(trainer)
         if unlogged is not None:
-            unlogged.update(
-                {name: [*values] for name, values in loaded.get("unlogged", {}).items()}
-            )
-        for name in _OF_TRL:
-            if name in loaded and hasattr(trainer, name):
-                setattr(trainer, name, loaded[name])
+            unlogged.update(loaded.get("unlogged", {}))
+        for name in _find_numbers(trainer).keys() & loaded.keys():
+            setattr(trainer, name, loaded[name])
+        if _GENERATED in loaded and hasattr(trainer, _GENERATED):
+            batches = send_to_device(loaded[_GENERATED], trainer.accelerator.device)
+            setattr(trainer, _GENERATED, batches)
         trainer._globalstep_last_logged = loaded["last_logged_step"]
         self.losses_since = loaded.get("losses_since", found.step)
         pending = loaded["pending_loss"]
@@ -437,8 +444,26 @@ class TransformersCounters:
 
 
 def _find_unlogged(trainer: Any) -> Any:
-    """Return the metrics of the training that a trainer of TRL holds for its next log, or None."""
-    return getattr(trainer, "_metrics", {}).get("train")
+    """Return the metrics of the training that a trainer holds for its next log, or None."""
+    found: Any = next(filter(None, (getattr(trainer, name, None) for name in _UNLOGGED)), None)
+    return None if found is None else found["train"]
+
+
+def _find_numbers(trainer: Any) -> dict[str, int | float]:
+    values = {name: getattr(trainer, name, None) for name in _OF_TRL}
+    if getattr(trainer, "use_adaptive_entropy", False):
+        values["entropy_coef"] = trainer.entropy_coef
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _find_generations(trainer: Any) -> dict[str, Any]:
+    """Batches that a trainer of TRL has generated and still trains on, by their name."""
+    batches, step = getattr(trainer, _GENERATED, None), getattr(trainer, "_step", 0)
+    window = getattr(trainer.args, "steps_per_generation", None)
+    if window is None:
+        window = trainer.args.gradient_accumulation_steps
+    is_done = step % (window * getattr(trainer, "num_iterations", 1)) == 0
+    return {} if batches is None or is_done else {_GENERATED: batches}
 
 
 def _stateful(trainer: Any) -> list[Any]:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 import transformers
 import transformers.trainer as theirs
 from accelerate.utils import broadcast_object_list
-from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 from tqdm.auto import tqdm
 
 from holdfast.bridges.parts import Generators
@@ -159,30 +166,62 @@ def loader_of(trainer: Any, given: Any) -> Loader:
         raise UsageError(
             "train_dataset has no length: give `data=holdfast.data.Stream(…)`, which resumes it"
         )
-    sampler = _innermost_sampler(given)
+    batches, num_ranks = _find_batches(given)
+    options = {
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "collate_fn": given.collate_fn,
+        "num_workers": given.num_workers,
+        "pin_memory": given.pin_memory and torch.accelerator.is_available(),
+        "persistent_workers": given.persistent_workers,
+        "prefetch_factor": given.prefetch_factor,
+    }
+    if type(batches).__iter__ is not BatchSampler.__iter__:  # its batches are no runs of a sampler
+        is_of_rank = num_ranks != trainer.accelerator.num_processes
+        if is_of_rank or hasattr(batches, "num_replicas"):
+            raise UsageError(
+                f"{type(batches).__name__} gives each rank its own batches: give `data=Loader("
+                "train_dataset, batch_sampler=…)`, with batches of all ranks"
+            )
+        return Loader(dataset, batch_sampler=JoinedBatches(batches, num_ranks), **options)
+    sampler = batches.sampler
     is_shuffled = isinstance(sampler, RandomSampler)
     is_plain = is_shuffled or isinstance(sampler, SequentialSampler)
     return Loader(
         dataset,
-        batch_size=args.train_batch_size,
+        batch_size=batches.batch_size,
         sampler=None if is_plain else sampler,
         shuffle=is_shuffled or not is_plain,
-        seed=args.seed if args.data_seed is None else args.data_seed,
-        drop_last=args.dataloader_drop_last,
-        collate_fn=given.collate_fn,
-        num_workers=given.num_workers,
-        pin_memory=given.pin_memory and torch.accelerator.is_available(),
-        persistent_workers=given.persistent_workers,
-        prefetch_factor=given.prefetch_factor,
+        drop_last=batches.drop_last,
+        **options,
     )
 
 
-def _innermost_sampler(given: Any) -> Any:
-    """The sampler of single samples, inside those that accelerate wraps around it."""
-    found = given.batch_sampler
+def _find_batches(given: Any) -> tuple[Any, int]:
+    """Batches of a DataLoader, inside of what accelerate wraps around them, for how many ranks."""
+    found, num_ranks = given.batch_sampler, 1
     while hasattr(found, "batch_sampler"):
+        num_ranks = getattr(found, "num_processes", num_ranks)
         found = found.batch_sampler
-    return getattr(found, "sampler", given.sampler)
+    return found, num_ranks
+
+
+class JoinedBatches(Sampler[list[int]]):
+    """Batches of all ranks, each joined from as many batches as there are ranks."""
+
+    def __init__(self, batches: Any, num_ranks: int) -> None:
+        self.sampler, self._num_ranks = batches, num_ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = iter(self.sampler)
+        while parts := list(islice(batches, self._num_ranks)):
+            sizes = {len(part) for part in parts}
+            if len(sizes) > 1:
+                raise UsageError(
+                    f"{type(self.sampler).__name__}: batches of {sorted(sizes)} samples for the "
+                    f"{self._num_ranks} ranks of a step: drop the last batch, or give `data=Loader("
+                    "train_dataset, batch_sampler=…)`, with batches of all ranks"
+                )
+            yield [index for part in parts for index in part]
 
 
 def check_windows(loader: Any, args: Any) -> None:

@@ -150,8 +150,13 @@ class CheckpointedMixin(_Trainer):
             return output._replace(training_loss=loss)
 
     def get_train_dataloader(self) -> Any:
-        """Return the `Loader` in a form that the Trainer can count and set to an epoch."""
+        """Return the `Loader` in a form that the Trainer can count and set to an epoch.
+
+        During the training, it is the Trainer's own DataLoader, which moves no position.
+        """
         run = self._holdfast
+        if run.manager is not None:
+            return super().get_train_dataloader()
         if not run.has_own_data:
             run.data = loader_of(self, super().get_train_dataloader())
         check_windows(run.data, self.args)
