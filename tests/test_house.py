@@ -79,12 +79,12 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 103_380, _SMALLER, reason="tensors are resized on load"),
+    Limit("lines of src", 103_700, _SMALLER, reason="tensor subclasses are saved"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 59_450, _SMALLER, reason="tensors are resized on load"),
+    Limit("lines of the core", 59_800, _SMALLER, reason="tensor subclasses are saved"),
     Limit(
         "modules",
-        393,
+        394,
         "Put the function beside its only caller",
         reason="frozen parameters by digest",
     ),
@@ -107,9 +107,9 @@ SOURCE = (
     # Parameters, results and variables whose annotation has an Any in it.
     Limit(
         "annotations with Any, %",
-        9.3,
+        9.4,
         "Annotate with a type, a protocol or object",
-        reason="the removed interval advisor had nearly no Any",
+        reason="contexts of tensor subclasses are of any type",
     ),
 )
 PROSE = (
@@ -179,9 +179,9 @@ RUNS = (
     Limit("resume: modules run", 80, _FEWER_PARTS),
     Limit(
         "resume: lines run",
-        3_170,
+        3_200,
         _FEWER_PARTS,
-        reason="warnings of scripts are compared among ranks, and averages are looked for",
+        reason="tensor subclasses and quantized layers are looked for",
     ),
 )
 

@@ -32,7 +32,7 @@ def test_a_comparison_finds_other_inner_tensors_and_contexts(tmp_path: Path) -> 
     for other in roots[1:]:
         with open_source(roots[0]) as a, open_source(other) as b:
             found.append(compare_sources(a, b, ["model"]))
-    assert [one.name for one in found[0].tensors] == ["model:0.weight.codes"]
+    assert [one.tensor for one in found[0].tensors] == ["model:0.weight.codes"]
     assert not found[0].values
     assert [one.path for one in found[1].values] == ["model:0.weight.$context.mode"]
     assert not found[1].tensors

@@ -12,9 +12,9 @@ import math
 import pathlib
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -77,27 +77,19 @@ class SubclassRef(msgspec.Struct, frozen=True):
     """Name of each inner tensor -> `TensorRef`, or `SubclassRef`."""
     context: Any
 
-    def items(self) -> Iterable[tuple[str, Any]]:
-        """Return names and values."""
-        others = {f"${name}": getattr(self, name) for name in ("type", "shape", "dtype", "context")}
-        return {**self.tensors, **others}.items()
-
-    def values(self) -> Iterable[Any]:
-        """Return the values."""
-        return dict(self.items()).values()
+    items: ClassVar[Any] = Mapping.items
+    values: ClassVar[Any] = Mapping.values
+    __contains__ = Mapping.__contains__
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict(self.items()))
+        return iter((*self.tensors, "$type", "$shape", "$dtype", "$context"))
 
     def __len__(self) -> int:
-        return len(dict(self.items()))
-
-    def __contains__(self, name: object) -> bool:
-        return name in dict(self.items())
+        return len(self.tensors) + 4
 
     def __getitem__(self, name: str) -> Any:
         """Return the value of a name."""
-        return dict(self.items())[name]
+        return getattr(self, name[1:]) if name[:1] == "$" else self.tensors[name]
 
 
 Mapping.register(SubclassRef)

@@ -140,12 +140,12 @@ def plain_context(tensor: Any) -> Any:
         ValueError: it has a value of a type that cannot be compared.
     """
     try:
-        return _plain(tensor.__tensor_flatten__()[1])
+        return _simplify_value(tensor.__tensor_flatten__()[1])
     except RecursionError:
         raise ValueError("a value inside itself") from None
 
 
-def _plain(value: Any) -> Any:
+def _simplify_value(value: Any) -> Any:
     kind = type(value)
     if isinstance(value, _PLAIN_VALUES):
         return value
@@ -153,17 +153,17 @@ def _plain(value: Any) -> Any:
         return str(value)
     if is_dataclass(kind):
         members = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {kind.__qualname__: _plain(members)}
+        return {kind.__qualname__: _simplify_value(members)}
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return {kind.__qualname__: _plain(dict(zip(kind._fields, value, strict=True)))}
+        return {kind.__qualname__: _simplify_value(dict(zip(kind._fields, value, strict=True)))}
     if kind is list or kind is tuple:
-        return kind(map(_plain, value))
+        return kind(map(_simplify_value, value))
     if kind is dict:
-        return {_plain_key(key): _plain(item) for key, item in value.items()}
+        return {_check_key(key): _simplify_value(item) for key, item in value.items()}
     raise ValueError(f"a {kind.__module__}.{kind.__qualname__}")
 
 
-def _plain_key(key: Any) -> Any:
+def _check_key(key: object) -> object:
     if isinstance(key, str | int | Enum):
         return key
     raise ValueError(f"a key of the type {type(key).__qualname__}")

@@ -6,6 +6,7 @@ where a module has saving or loading code of its own.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
@@ -82,6 +84,10 @@ class LiveModule:
     """Clean name -> the parameter or buffer whose memory the entry is."""
     extras: Mapping[str, nn.Module]
     """Clean name of an extra state -> the submodule that takes it."""
+    settings: Mapping[str, Tensor | None]
+    """Clean name of settings of a quantized layer -> the live tensor of a number in them."""
+    quantized: frozenset[str]
+    """Clean paths of these layers."""
     collisions: tuple[str, ...]
     """Clean names that two entries share."""
     strange_keys: tuple[str, ...]
@@ -100,7 +106,8 @@ class LiveModule:
     @property
     def strange_entries(self) -> list[str]:
         """Clean names of entries that are neither memory of the module nor an extra state."""
-        return [name for name in self.entries if name not in {**self.leaves, **self.extras}]
+        known = {**self.leaves, **self.extras, **self.settings}
+        return [name for name in self.entries if name not in known]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -153,15 +160,20 @@ def inspect(wrapped: nn.Module, state: Mapping[str, Any]) -> LiveModule:
         if raw_names.setdefault(clean, raw) != raw:
             collisions.append(clean)
     entries = {clean: state[raw] for clean, raw in raw_names.items()}
+    scales, settings, quantized = _quantized_layers(inners, entries)
     return LiveModule(
         module=module,
         entries=entries,
         raw_names=raw_names,
-        leaves=_live_leaves(module, entries, cleaner),
+        leaves={**_live_leaves(module, entries, cleaner), **scales},
         extras=_extras(inners, entries),
+        settings=settings,
+        quantized=quantized,
         collisions=tuple(collisions),
         strange_keys=tuple(repr(raw)[:80] for raw in state if not isinstance(raw, str)),
-        own_loading=frozenset(clean for clean, inner in inners if _loads_itself(inner)),
+        own_loading=frozenset(
+            clean for clean, inner in inners if _loads_itself(inner) and clean not in quantized
+        ),
         converting=frozenset(clean for clean, inner in inners if _converts(inner)),
         versions=_versions(state, paths),
         raw_paths=paths,
@@ -188,6 +200,17 @@ def buffer_names(wrapped: nn.Module) -> frozenset[str]:
     return frozenset(cleaner.clean(raw) for raw, _ in buffers)
 
 
+def _quantized_layers(
+    inners: _Inners, entries: Mapping[str, Any]
+) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor | None], frozenset[str]]:
+    """Return scales, settings and paths of layers of bitsandbytes: see `bnb_layers`."""
+    if "bitsandbytes" not in sys.modules:
+        return {}, {}, frozenset()
+    from holdfast.state.bnb_layers import read_layers
+
+    return read_layers(inners, entries)
+
+
 def _named_tensors(module: nn.Module, cleaner: Cleaner) -> dict[str, Tensor]:
     live: dict[str, Tensor] = {}
     for raw, parameter in module.named_parameters(remove_duplicate=False):
@@ -210,6 +233,8 @@ def _live_leaves(
         live = named.get(name)
         if live is not None and _is_same_tensor(live, value):
             leaves[name] = live
+        elif isinstance(live, nn.Parameter) and _is_alias(value, live):
+            leaves[name] = value
         elif refusal(value) is None:
             others[name] = value
     if others:
@@ -230,6 +255,12 @@ def _is_same_tensor(live: Tensor, value: Tensor) -> bool:
     parts, live_parts = plain_parts(value), plain_parts(live)
     is_same = value.dtype == live.dtype and len(parts) == len(live_parts)
     return is_same and all(map(Tensor.is_set_to, parts, live_parts))
+
+
+def _is_alias(value: Tensor, live: Tensor) -> bool:
+    """Whether a plain entry is the memory of a subclass of Parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return type(value) is Tensor and refusal(value) is None and value.is_set_to(live)
 
 
 def _extras(inners: _Inners, entries: Mapping[str, Any]) -> dict[str, nn.Module]:
@@ -307,7 +338,10 @@ def not_loadable(wrapped: nn.Module, state: Mapping[str, Any]) -> list[tuple[str
     ]
     with undo_changes(module.modules(), written=written):
         try:
-            module.load_state_dict(state)
+            is_strict = not live.quantized
+            found = module.load_state_dict(_without_layers(live, state), strict=is_strict)
+            if not is_strict and (unexpected := getattr(found, "unexpected_keys", ())):
+                raise KeyError(f"unexpected {', '.join(unexpected)}")
         except Exception as error:  # noqa: BLE001 - code of others
             kind = type(module).__name__
             reason = (
@@ -316,6 +350,16 @@ def not_loadable(wrapped: nn.Module, state: Mapping[str, Any]) -> list[tuple[str
             )
             return [(name, reason) for name in strange[:1] or [""]]
     return []
+
+
+def _without_layers(live: LiveModule, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a `state_dict` without the entries of quantized layers, which are loaded apart."""
+    if not live.quantized:
+        return state
+    names = {raw for clean, raw in live.raw_names.items() if _is_within(clean, live.quantized)}
+    kept: Any = OrderedDict((raw, value) for raw, value in state.items() if raw not in names)
+    kept._metadata = getattr(state, "_metadata", {})
+    return kept  # type: ignore[no-any-return]
 
 
 def _can_be_tried(module: nn.Module) -> bool:
@@ -518,14 +562,14 @@ class ModulePlan(LoadPlan):
 
     def _is_own(self, name: str) -> bool:
         """Whether loading code of the module's own may convert the entry."""
-        return _is_within(name, self._own_loading)
+        return _is_within(name, self._own_loading) and not _is_within(name, self._live.quantized)
 
     def _check_values(self, problems: Problems) -> None:
         self.destinations.look_in([*self._live.entries.values()])
         for name, value in self._wanted.items():
             live = self._live.entries.get(name)
             path = f"{self._component}.{name}"
-            if name not in self._live.entries:
+            if name not in self._live.entries or name in self._live.settings:
                 self.destinations.match(None, value, path, problems)
             elif isinstance(value, SubclassRef) or (isinstance(live, Tensor) and is_subclass(live)):
                 self._inner[name] = match_inner(path, value, live, self._specs, problems)
@@ -557,7 +601,8 @@ class ModulePlan(LoadPlan):
         placed = self.destinations.placed(tensors) if self._is_opaque else tensors
         lifted = read_all(placed) if self._is_opaque else Fetching(placed)
         lifting = Lifting(lifted, self._lives)
-        for name, value in self._wanted.items():
+        wanted = self._prepare_layers(tensors, claims) if self._live.quantized else self._wanted
+        for name, value in wanted.items():
             if self._is_opaque or name in self._live.extras:
                 self._lifted[name] = lifting.lift_tree(value)
             leaf = self._live.leaves.get(name)
@@ -571,6 +616,24 @@ class ModulePlan(LoadPlan):
         self._has_own = bool(self._lifted or self._missing)
         if self._has_own and _can_be_tried(self._live.module):
             self._try(lifted, claims)
+
+    def _prepare_layers(self, tensors: Mapping[str, Stored], claims: Claims) -> dict[str, Any]:
+        """Pair or compare the entries of quantized layers; return the other wanted entries."""
+        from holdfast.state.bnb_layers import match_settings
+
+        live, others = self._live, dict[str, Any]()
+        for name, value in self._wanted.items():
+            path = f"{self._component}.{name}"
+            if not _is_within(name, live.quantized) or not isinstance(value, TensorRef):
+                others[name] = value
+            elif name in live.settings:
+                stored, number = fetched(tensors[value.key]), live.settings[name]
+                pair = match_settings(path, stored, live.entries[name], number)
+                self._pairs += [] if pair is None else [pair]
+            else:
+                claims.assign(path, live.leaves[name], tensors[value.key])
+                self._pairs.append((local_of(live.leaves[name]), tensors[value.key]))
+        return others
 
     def _try(self, tensors: Mapping[str, Tensor], claims: Claims) -> None:
         """Run the module's own loading code on copies of the values, and undo what it changes."""
@@ -615,7 +678,8 @@ class ModulePlan(LoadPlan):
         everything = {**values, **frozen}
         raw = self._with_versions({self._raw_name(name): one for name, one in everything.items()})
         # What was left out is missing on purpose.
-        found = live.module.load_state_dict(raw, strict=self._is_strict and not self._left)
+        is_strict = self._is_strict and not (self._left or live.quantized)
+        found = live.module.load_state_dict(raw, strict=is_strict)
         clean = cleaner_of(live.module).clean
         missing = [clean(name) for name in getattr(found, "missing_keys", ())]
         unexpected = [clean(name) for name in getattr(found, "unexpected_keys", ())]

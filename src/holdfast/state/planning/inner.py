@@ -29,16 +29,18 @@ _OF_GROUPS = frozenset({"params", "param_names"})
 
 
 def match_inner(
-    path: str, stored: Any, live: Any, specs: Mapping[str, TensorSpec], problems: Problems
+    path: str, stored: object, live: object, specs: Mapping[str, TensorSpec], problems: Problems
 ) -> list[InnerPair]:
     """Pair the inner tensors of a stored subclass with live ones; record all that differs."""
     if not isinstance(stored, SubclassRef):
-        problems.other.append(f"{path}: stored as a plain tensor, live it is {_describe(live)}")
+        problems.other.append(
+            f"{path}: stored as a plain tensor, live it is {_describe_live(live)}"
+        )
         return []
     if not isinstance(live, Tensor) or not is_subclass(live):
         problems.other.append(
             f"{path}: stored as the tensor subclass {stored.type[:80]}, live it is "
-            f"{_describe(live)}. Convert the live model in the same way before the load"
+            f"{_describe_live(live)}. Convert the live model in the same way before the load"
         )
         return []
     reason = refusal(live)
@@ -46,7 +48,9 @@ def match_inner(
         problems.offenders.append((path, reason))
         return []
     if class_name(stored.type) != class_name(type_name(type(live))):
-        problems.other.append(f"{path}: stored as {stored.type[:80]}, live it is {_describe(live)}")
+        problems.other.append(
+            f"{path}: stored as {stored.type[:80]}, live it is {_describe_live(live)}"
+        )
         return []
     if stored.shape != tuple(live.shape):
         problems.wrong_shape.append(f"{path}: stored {[*stored.shape]}, live {[*live.shape]}")
@@ -55,7 +59,7 @@ def match_inner(
         problems.wrong_dtype.append(f"{path}: stored {stored.dtype}, live {plain_name(live.dtype)}")
         return []
     try:
-        differs = difference(stored.context, decoded_context(live))
+        differs = compare_contexts(stored.context, decoded_context(live))
     except ValueError as err:
         problems.offenders.append((path, f"tensor subclass {type_name(type(live))}: {err}"))
         return []
@@ -77,7 +81,7 @@ def match_inner(
     return pairs
 
 
-def _describe(live: Any) -> str:
+def _describe_live(live: object) -> str:
     if not isinstance(live, Tensor):
         return "no tensor" if live is not None else "absent"
     return type_name(type(live)) if is_subclass(live) else "a plain tensor"
@@ -109,7 +113,7 @@ def make_slots(optimizer: Optimizer, parameter: Tensor) -> dict[Any, Any]:
     return made if isinstance(made, dict) else {}
 
 
-def difference(stored: Any, live: Any, path: str = "") -> str | None:
+def compare_contexts(stored: Any, live: Any, path: str = "") -> str | None:
     """Return the first member in which two decoded contexts differ, or None.
 
     Devices may differ: inner tensors are copied to those of the live tensor.
@@ -126,12 +130,12 @@ def difference(stored: Any, live: Any, path: str = "") -> str | None:
             at = join_path(path, key)
             if key not in stored or key not in live:
                 return f"its context {at} is only {'live' if key in live else 'stored'}"
-            if found := difference(stored[key], live[key], at):
+            if found := compare_contexts(stored[key], live[key], at):
                 return found
     elif isinstance(stored, list | tuple):
         is_same = len(stored) == len(live)
         for number, one in enumerate(stored) if is_same else ():
-            if found := difference(one, live[number], join_path(path, number)):
+            if found := compare_contexts(one, live[number], join_path(path, number)):
                 return found
     else:
         is_same = repr(stored) == repr(live)  # NaN is the same, and -0.0 is not 0.0

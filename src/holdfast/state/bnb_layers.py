@@ -1,0 +1,98 @@
+"""Layers of bitsandbytes, whose `state_dict` has entries that their own loading code refuses.
+
+`Linear4bit` saves scales and settings beside its weight and has no code to load them, and
+`Linear8bitLt` loads its scales only before its first forward pass. Both are recognized by the names
+of their saving code. Scales are copied into the live ones; settings must be equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.errors import FormatError, MismatchError
+from holdfast.format import strictjson
+
+_ENTRIES = {
+    "Linear4bit._save_to_state_dict": {
+        "weight.absmax": True,
+        "weight.nested_absmax": True,
+        "weight.quant_map": False,
+        "weight.nested_quant_map": False,
+    },
+    "Linear8bitLt._save_to_state_dict": {"SCB": True, "weight_format": False},
+}
+"""Saving code -> entries beside its parameters -> whether they are memory of it, or settings."""
+_PACKED = "weight.quant_state.bitsandbytes__"
+_OFFSET = "nested_offset"
+_LIMITS = {"max_nbytes": 1 << 16, "max_values": 1000}
+
+
+def read_layers(
+    inners: Iterable[tuple[str, nn.Module]], entries: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor | None], frozenset[str]]:
+    """Find the quantized layers among submodules, which are given as (clean path, submodule).
+
+    Returns:
+        Entries that are memory of a layer, by clean name; names of settings, with the live tensor
+        of a number in them, if any; and the paths of the layers.
+    """
+    scales: dict[str, Tensor] = {}
+    settings: dict[str, Tensor | None] = {}
+    layers = {path: inner for path, inner in inners if _saving_code(inner) in _ENTRIES}
+    for path, inner in layers.items():
+        offset = getattr(getattr(inner.weight, "quant_state", None), "offset", None)
+        are_scales = _ENTRIES[_saving_code(inner)]
+        for name in [name for name in entries if name.startswith(f"{path}.".lstrip("."))]:
+            inside = name.removeprefix(path).lstrip(".")
+            if inside.startswith(_PACKED):
+                settings[name] = offset
+            elif are_scales.get(inside):
+                scales[name] = entries[name]
+            elif inside in are_scales:
+                settings[name] = None
+    return scales, settings, frozenset(layers)
+
+
+def _saving_code(inner: nn.Module) -> str:
+    code = type(inner)._save_to_state_dict
+    return code.__qualname__ if code.__module__.startswith("bitsandbytes.") else ""
+
+
+def match_settings(
+    path: str, stored: Tensor, live: Tensor, number: Tensor | None
+) -> tuple[Tensor, Tensor] | None:
+    """Check stored settings against live ones; return a live number and the stored one for it.
+
+    Raises:
+        MismatchError: they differ.
+        FormatError: the stored ones are no JSON object.
+    """
+    if _PACKED not in path:
+        if stored.dtype != live.dtype or not torch.equal(stored, live.cpu()):
+            raise MismatchError("the checkpoint", hint=f"{path}: not the values of the live layer")
+        return None
+    ours, theirs = _unpack(path, live), _unpack(path, stored)
+    offset = theirs.pop(_OFFSET, None)
+    is_nested = ours.pop(_OFFSET, None) is not None
+    for name in {**theirs, **ours}:
+        sides = [one.get(name, "absent") for one in (theirs, ours)]
+        if repr(sides[0]) != repr(sides[1]):
+            hint = f"{path}: {name}: stored {sides[0]!r:.80}, live {sides[1]!r:.80}"
+            raise MismatchError("the checkpoint", hint=hint)
+    if is_nested != isinstance(offset, int | float) or is_nested != (number is not None):
+        raise MismatchError("the checkpoint", hint=f"{path}: {_OFFSET} is only on one side")
+    return None if number is None else (number, torch.full_like(number, offset, device="cpu"))
+
+
+def _unpack(path: str, packed: Tensor) -> dict[str, Any]:
+    if packed.dtype is not torch.uint8 or packed.dim() != 1:
+        raise FormatError(f"{path}: not the packed settings of a layer")
+    data = bytes(packed.detach().cpu().contiguous().numpy())
+    found = strictjson.loads(data, what=path, **_LIMITS)
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: not the packed settings of a layer")
+    return found
