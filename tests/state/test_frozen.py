@@ -17,6 +17,8 @@ from holdfast.errors import MismatchError, UsageError
 from holdfast.format.manifest import Manifest, decode_register
 from holdfast.interop.comparing.differences import compare_sources
 from holdfast.interop.opening import open_source
+from holdfast.state.leaves import plain_parts
+from quantized import bits_in, import_torchao
 
 Step = Callable[[], None]
 
@@ -273,6 +275,46 @@ def test_an_average_of_the_model_is_saved_as_it_changes(tmp_path: Path) -> None:
     with manager_of(tmp_path, state) as manager:
         manager.resume()
         assert are_equal(values(state["other0"]), before)
+
+
+def test_a_quantized_base_is_recorded_by_its_inner_tensors(tmp_path: Path) -> None:
+    """QLoRA: a checkpoint is the adapter and its 8-bit moments, within 2% and the documents."""
+    ao = import_torchao()
+
+    def make(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        layer = Adapted(256, 256)
+        packed = ao.nf4.nf4_tensor.to_nf4(layer.base.weight.detach())
+        layer.base.weight = nn.Parameter(packed, requires_grad=False)
+        layer.low, layer.up = (nn.Parameter(torch.randn(256, 256)) for _ in range(2))
+        trained = [one for one in layer.parameters() if one.requires_grad]
+        return {"model": layer, "optimizer": ao.optim.AdamW8bit(trained)}
+
+    def train(state: dict[str, Any]) -> int:
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
+            state["model"](torch.randn(4, 256)).square().sum().backward()
+            state["optimizer"].step()
+        slots = state["optimizer"].state.values()
+        tensors = [*slots, {"low": state["model"].low, "up": state["model"].up}]
+        return sum(part.nbytes for one in tensors for t in one.values() for part in plain_parts(t))
+
+    state, again = make(0), make(0)
+    with manager_of(tmp_path, state) as manager:
+        nbytes = train(state)
+        checkpoint = manager.save(1).wait()
+    assert nbytes < checkpoint.nbytes < 1.02 * nbytes + 48_000
+    text = recorded(checkpoint.path)["base.weight"]
+    assert text.startswith("NF4Tensor [256,256] ")
+    with manager_of(tmp_path, again) as manager:
+        manager.resume()
+        assert bits_in(again["model"]) == bits_in(state["model"])
+        assert {*recorded(save(manager, 2))} == {"base.weight", "base.bias"}
+    again = make(1)
+    with manager_of(tmp_path, again) as manager, pytest.raises(MismatchError, match="2 of 2"):
+        manager.resume()
+    again["model"].base = nn.Linear(256, 256)
+    with pytest.raises(MismatchError, match=r"base\.weight \(F32 \[256,256\] here, NF4Tensor"):
+        holdfast.load_weights(tmp_path, again["model"])
 
 
 def test_tied_and_shared_parameters_are_recorded_under_each_name(tmp_path: Path) -> None:

@@ -80,7 +80,9 @@ def _compute_checksum(tensor: Tensor) -> Tensor:
 
 def _flat_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor in row-major order; a copy unless it is contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # A single element may have any stride, of which `contiguous` takes no notice.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def describe_tensors(tensors: Sequence[Tensor]) -> list[str]:
