@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -20,6 +23,39 @@ from holdfast.data.workers import begin_worker
 from holdfast.errors import UsageError
 
 logger = logging.getLogger("holdfast")
+T = TypeVar("T")
+
+
+class Reached(NamedTuple):
+    """A position, after a batch."""
+
+    epoch: int
+    batch: int
+    num_steps: int | None
+    num_own: int | None
+    inner: tuple[Any, ...]
+    """What a subclass adds."""
+
+
+@dataclass(slots=True)
+class _Ahead:
+    """Batches that a prefetcher has taken and not yielded."""
+
+    begun: int
+    """Number of the iterator that was alive before the prefetcher's."""
+    yielded: Reached
+    """Position after the last batch that it has yielded."""
+    held: deque[Reached] = field(default_factory=deque)
+    is_early: bool = False
+    """Whether it took batches from an iterator that is older than this record."""
+    thread: int = field(default_factory=threading.get_ident)
+    is_threaded: bool = False
+
+    def hold_batch(self, reached: Reached, generation: int) -> None:
+        """Record a batch that was taken; may run in a thread of the prefetcher."""
+        self.is_early = self.is_early or generation == self.begun
+        self.is_threaded = self.is_threaded or threading.get_ident() != self.thread
+        self.held.append(reached)
 
 
 def _option(name: str) -> Any:
@@ -58,6 +94,7 @@ class Feed(ABC):
         given = data_ranks(ranks)
         self._ranks, self._is_alone = given or ALONE, given is None
         self._follows_group, self._has_warned = ranks == "group", False
+        self._has_warned_of_thread = False
         self._given = data
         self._data, self._fingerprint = identity.describe_dataset(data), fingerprint
         self._seed, self._epoch, self._batch = seed, 0, 0
@@ -66,6 +103,7 @@ class Feed(ABC):
         """Batches taken in all epochs; None if the position was saved by a loop without numbers."""
         self._is_numbered = False
         self._taking = Taking()
+        self._ahead: _Ahead | None = None
         self._generation = 0
         """Number of the iterator that is alive."""
         self._begun_epoch = -1
@@ -109,17 +147,17 @@ class Feed(ABC):
     @property
     def epoch(self) -> int:
         """Number of epochs that have ended."""
-        return self._epoch
+        return self._now.epoch
 
     @property
     def batch(self) -> int:
         """Number of batches, of all ranks, that the loop has taken of this epoch."""
-        return self._batch
+        return self._now.batch
 
     @property
     def step(self) -> int | None:
         """Number of batches taken in all epochs, as `steps` counts; None if that is unknown."""
-        return self._num_steps
+        return self._now.num_steps
 
     @property
     def own_samples(self) -> int | None:
@@ -128,7 +166,7 @@ class Feed(ABC):
         0: fewer samples than ranks were left, and the batch is a neighbor's sample. Means and
         counts over all ranks must leave it out.
         """
-        return self._num_own
+        return self._now.num_own
 
     @property
     @abstractmethod
@@ -197,11 +235,14 @@ class Feed(ABC):
                     f"{self._epoch}: iterate over the {self._name}, or over its steps(), in it"
                 )
 
-    def steps(self, *, start: int | None = None) -> Iterator[tuple[int, Any]]:
+    def steps(
+        self, *, start: int | None = None, prefetcher: Iterable[Any] | None = None
+    ) -> Iterator[tuple[int, Any]]:
         """Iterate over the rest of this epoch, as (step, batch); the run's first step is 1.
 
         Args:
             start: steps that are done already. None: those of the position.
+            prefetcher: takes the batches and yields them later, as for `iterate_through`.
 
         Raises:
             UsageError: the position was saved by a loop without `steps`, and cannot tell.
@@ -215,7 +256,76 @@ class Feed(ABC):
                 "the number of completed steps is unknown: use steps(start=found.step)"
             )
         self._is_numbered = True
-        return ((self._num_steps or 0, batch) for batch in self)
+        batches = self if prefetcher is None else self.iterate_through(prefetcher)
+        return ((self.step or 0, batch) for batch in batches)
+
+    def iterate_through(self, prefetcher: Iterable[T]) -> Iterator[T]:
+        """Iterate over a prefetcher of this loader; the position counts the yielded batches.
+
+        Batches that it has taken and not yielded are not lost at a resume, nor after a `break`. It
+        yields one item for each batch, in their order, and begins to read when it is iterated over.
+
+        Raises:
+            UsageError: it began earlier, or has yielded more items than there were batches.
+        """
+        self._return_ahead()
+        ahead = self._ahead = _Ahead(self._generation, self._now)
+        is_done = False
+        try:
+            for item in prefetcher:
+                if ahead is not self._ahead or ahead.is_early or not ahead.held:
+                    raise UsageError(
+                        f"iterate_through: the position of the {self._name} is not known, as this "
+                        "prefetcher took batches before it was iterated over, yields more items "
+                        "than it takes batches, or another one was begun. Make it in a generator "
+                        "function, and pass the generator"
+                    )
+                ahead.yielded = ahead.held.popleft()
+                self._warn_of_thread(ahead)
+                self._taking.count_batch()
+                yield item
+            is_done = ahead is self._ahead
+        finally:
+            if is_done:
+                self._ahead = None
+                self._taking.finish_iteration()
+                if len(ahead.held) > 1:
+                    logger.warning(
+                        "iterate_through: the prefetcher has taken %d batches that it did not "
+                        "yield; if it makes one item of several batches, a resume repeats some",
+                        len(ahead.held),
+                    )
+            elif ahead is self._ahead:
+                self._return_ahead()
+
+    def _warn_of_thread(self, ahead: _Ahead) -> None:
+        if ahead.is_threaded and not self.num_workers and not self._has_warned_of_thread:
+            self._has_warned_of_thread = True
+            logger.warning(
+                "the %s is read in a thread beside the training, and seeds the global generators "
+                "for each batch, so the random numbers in it are not exact: pass num_workers=1",
+                self._name,
+            )
+
+    def _return_ahead(self) -> None:
+        """Go back behind the last batch that a prefetcher has yielded, if it holds others."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            self._generation += 1
+            self._begun_epoch = ahead.yielded.epoch
+            self._set_reached(ahead.yielded)
+
+    @property
+    def _now(self) -> Reached:
+        """The position after the last batch that the loop got."""
+        return self._reached() if self._ahead is None else self._ahead.yielded
+
+    def _reached(self) -> Reached:
+        """Return the position after the last batch that was taken."""
+        return Reached(self._epoch, self._batch, self._num_steps, self._num_own, ())
+
+    def _set_reached(self, reached: Reached) -> None:
+        self._epoch, self._batch, self._num_steps, self._num_own, _ = reached
 
     @abstractmethod
     def _across(self, count: int) -> Iterator[Any]:
@@ -238,7 +348,10 @@ class Feed(ABC):
         """Count a batch; call it from the generator that yields the batch."""
         if self._num_steps is not None:
             self._num_steps += 1
-        self._taking.count_batch()
+        if self._ahead is None:
+            self._taking.count_batch()
+        else:
+            self._ahead.hold_batch(self._reached(), self._generation)
 
     def _infer_steps(self) -> int | None:
         """Return the number of batches taken in all epochs, if the position tells it."""
@@ -275,13 +388,13 @@ class Feed(ABC):
         self._seed, self._epoch, self._batch = stored["seed"], stored["epoch"], batch
         self._num_steps = stored.get(STEPS, self._infer_steps())
         self._is_numbered = STEPS in stored
-        self._taking = Taking()
+        self._taking, self._ahead = Taking(), None
         self._generation += 1
         self._begun_epoch = -1
 
-    def _position(self) -> dict[str, Any]:
-        numbered = {STEPS: self._num_steps} if self._is_numbered else {}
-        return {"epoch": self._epoch, "batch": self._batch, "seed": self._seed, **numbered}
+    def _position(self, now: Reached) -> dict[str, Any]:
+        numbered = {STEPS: now.num_steps} if self._is_numbered else {}
+        return {"epoch": now.epoch, "batch": now.batch, "seed": self._seed, **numbered}
 
     def _identity(self) -> dict[str, str]:
         named = {} if self._fingerprint is None else {"fingerprint": self._fingerprint}

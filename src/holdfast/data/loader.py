@@ -232,9 +232,10 @@ class Loader(Feed):
 
     def state_dict(self) -> dict[str, int | bool | str]:
         """Return the position, with the settings that it depends on."""
+        now = self._now
         return {
-            **self._position(),
-            **self._settings(self._seed, self._epoch, self._batch),
+            **self._position(now),
+            **self._settings(self._seed, now.epoch, now.batch),
             **self._identity(),
         }
 
@@ -290,6 +291,7 @@ class Loader(Feed):
         batches = iter(self._batches)
         kill_at_exit(batches)
         for epoch, batch, num_own, samples in batches:
+            self._expect_alive(generation)
             self._epoch, self._batch, self._num_own = epoch, batch + 1, num_own
             self._count_batch()
             yield samples

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from holdfast.arguments import check_arguments, shown
 from holdfast.data import identity, position, randomness
-from holdfast.data.feed import Feed, torch_loader
+from holdfast.data.feed import Feed, Reached, torch_loader
 from holdfast.data.ranks import DataRanks, HasRank
 from holdfast.data.workers import kill_at_exit
 from holdfast.errors import UsageError, listing
@@ -165,14 +165,16 @@ class Stream(Feed):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, with the states of the source and the settings they depend on."""
-        if self._findings.is_inexact and self._batch and not self._at_end:
+        now = self._now
+        workers, next_worker, at_end = now.inner
+        if self._findings.is_inexact and now.batch and not at_end:
             logger.warning(_INEXACT, type(self.source).__name__)
             self._findings = self._findings._replace(is_inexact=False)
         return {
-            **self._position(),
-            "next_worker": self._next_worker,
-            "at_end": self._at_end,
-            "workers": [None if place is None else place.stored() for place in self._workers],
+            **self._position(now),
+            "next_worker": next_worker,
+            "at_end": at_end,
+            "workers": [None if place is None else place.stored() for place in workers],
             **self._identity(),
             **self._settings,
         }
@@ -246,6 +248,17 @@ class Stream(Feed):
         return iter(()) if self._at_end else self._iterate_epoch()
 
     @override
+    def _reached(self) -> Reached:
+        inner = (*self._workers,), self._next_worker, self._at_end
+        return super()._reached()._replace(inner=inner)
+
+    @override
+    def _set_reached(self, reached: Reached) -> None:
+        super()._set_reached(reached)
+        workers, self._next_worker, self._at_end = reached.inner
+        self._workers = [*workers]
+
+    @override
     def _end_epoch(self) -> None:
         super()._end_epoch()
         self._at_end = False
@@ -273,6 +286,7 @@ class Stream(Feed):
         while item is not None:
             worker, num_own, samples, place, _ = item
             following = next(items, None)
+            self._expect_alive(generation)
             self._workers[worker] = place
             self._next_worker = (worker + 1) % len(self._workers)
             self._batch += 1

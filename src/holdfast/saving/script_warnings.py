@@ -226,8 +226,8 @@ class ScriptWarnings:
 
 READ_AHEAD = (
     ". The loop or a wrapper around the loader, such as a prefetcher, holds them in hand, and a "
-    "resume skips them. Train on each batch before taking the next one; the loader's workers read "
-    "ahead (num_workers=, prefetch_factor=)"
+    "resume skips them. Let the loader's workers read ahead (num_workers=, prefetch_factor=), or "
+    "iterate over data.iterate_through(prefetcher), which counts yielded ones (docs/data.md)"
 )
 
 
