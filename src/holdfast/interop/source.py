@@ -183,8 +183,9 @@ def expect_no_loss(
     if digests and not allow_loss:
         raise UsageError(
             f"{source.url}: {len(digests)} frozen parameters were saved by digest, such as "
-            f"{digests[0].path}. Load the checkpoint into the model on its base, by load_weights, "
-            "and export that; or write the adapter (--to peft); or skip them with --allow-loss "
+            f"{digests[0].path}. Write the adapter with --to peft; or, for all weights, call "
+            "holdfast.load_weights(ROOT, model) with a model on its base, and save that, with PEFT "
+            "model.merge_and_unload().save_pretrained(FOLDER); or skip them with --allow-loss "
             "(allow_loss=True)"
         )
     lost = lost_tensors(source, components)
