@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from holdfast.state.leaves import plain_parts
+from holdfast.state.leaves import inner_tensors, plain_parts
 from state.roundtrip import raw_bytes
 
 
@@ -97,17 +97,20 @@ class Scaled(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["codes", "scale"], self.context
 
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> Scaled:
-        return Scaled(inner["codes"], inner["scale"], context)
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, size: Any, stride: Any) -> Scaled:
+        return cls(inner["codes"], inner["scale"], context)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.view.default and args[1] == [*args[0].shape]:
+            func = torch.ops.aten.detach.default
         if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             one = args[0]
-            return cls(func(one.codes), func(one.scale), one.context)
+            inner = {name: func(part) for name, part in inner_tensors(one).items()}
+            return cls.__tensor_unflatten__(inner, one.context, one.shape, one.stride())
         if func is torch.ops.aten.copy_.default:
             for live, stored in zip(plain_parts(args[0]), plain_parts(args[1]), strict=True):
                 live.copy_(stored)

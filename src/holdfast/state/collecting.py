@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +13,10 @@ from holdfast.format.nodes import TensorRef
 from holdfast.format.objects import Refused
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import DTYPE_NAMES, identity, is_dtensor, local_of, refusal
-from holdfast.state.shards import LocalShards, shards_of
+from holdfast.state.shards import LocalShards, shards_of, shards_of_inner
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # `__metadata__` is a name of safetensors' own, so it can never be a tensor's.
 _RESERVED_KEYS = frozenset({"", "__metadata__"})
@@ -49,8 +53,13 @@ class Leaves:
     """Key -> the boxes of each DTensor."""
     _refs: dict[Hashable, TensorRef] = field(default_factory=dict)
 
-    def add_tensor(self, tensor: Tensor, path: str) -> TensorRef | Refused:
-        """Add a tensor; returns its reference, the same for the same memory, or the refusal."""
+    def add_tensor(
+        self, tensor: Tensor, path: str, outer: DTensor | None = None
+    ) -> TensorRef | Refused:
+        """Add a tensor; returns its reference, the same for the same memory, or the refusal.
+
+        `outer`: the DTensor in whose local tensor it is an inner one.
+        """
         reason = refusal(tensor)
         if reason is not None:
             return Refused(reason)
@@ -58,7 +67,10 @@ class Leaves:
         who = identity(tensor)  # valid while the tensor lives, in `originals`
         ref = self._refs.get(who)
         if ref is None:
-            shards = shards_of(tensor) if is_dtensor(tensor) else None
+            if outer is not None:
+                shards: LocalShards | Refused | None = shards_of_inner(outer, tensor)
+            else:
+                shards = shards_of(tensor) if is_dtensor(tensor) else None
             if isinstance(shards, Refused):
                 return shards
             if shards is not None and not self.is_shared and not shards.is_whole:

@@ -74,7 +74,6 @@ PARTS = ("__tensor_flatten__", "__tensor_unflatten__")
 _META = "a meta tensor has no data; materialise the model first"
 _FREED = "its storage was freed"
 _LAZY = "not initialised yet (lazy module); run one forward pass first"
-_SHARDED = "a DTensor whose local tensor is a tensor subclass cannot be saved"
 PASSING = frozenset({_META, _FREED, _LAZY})
 """Refusals of tensors that may get data before the first save."""
 
@@ -83,8 +82,7 @@ def refusal(tensor: Tensor) -> str | None:
     """Return why `tensor` can be neither saved nor loaded into, or None if it can."""
     if type(tensor) not in PLAIN_TYPES:
         if is_dtensor(tensor):
-            local = tensor._local_tensor
-            return _SHARDED if is_subclass(local) else refusal(local)
+            return refusal(tensor._local_tensor)
         return _subclass_refusal(tensor)
     if tensor.is_meta:
         return _META
@@ -136,30 +134,37 @@ def inner_tensors(tensor: Any) -> dict[str, Tensor]:
 def plain_context(tensor: Any) -> Any:
     """Return the context of a subclass as plain values, named tuples and dataclasses as dicts.
 
+    For that of the local tensor of a DTensor, its shape is replaced by the global one.
+
     Raises:
         ValueError: it has a value of a type that cannot be compared.
     """
+    local: Any = local_of(tensor)
+    shapes = ([*local.shape], [*tensor.shape]) if is_dtensor(tensor) else ([], [])
     try:
-        return _simplify_value(tensor.__tensor_flatten__()[1])
+        return _simplify_value(local.__tensor_flatten__()[1], *shapes)
     except RecursionError:
         raise ValueError("a value inside itself") from None
 
 
-def _simplify_value(value: Any) -> Any:
+def _simplify_value(value: Any, local: list[int], whole: list[int]) -> Any:
     kind = type(value)
+    if local and kind in (tuple, list, torch.Size) and [*value] == local:
+        return kind(whole)
     if isinstance(value, _PLAIN_VALUES):
         return value
     if isinstance(value, _AS_TEXT):
         return str(value)
     if is_dataclass(kind):
         members = {field.name: getattr(value, field.name) for field in fields(value)}
-        return {kind.__qualname__: _simplify_value(members)}
+        return {kind.__qualname__: _simplify_value(members, local, whole)}
     if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return {kind.__qualname__: _simplify_value(dict(zip(kind._fields, value, strict=True)))}
+        members = dict(zip(kind._fields, value, strict=True))
+        return {kind.__qualname__: _simplify_value(members, local, whole)}
     if kind is list or kind is tuple:
-        return kind(map(_simplify_value, value))
+        return kind(_simplify_value(item, local, whole) for item in value)
     if kind is dict:
-        return {_check_key(key): _simplify_value(item) for key, item in value.items()}
+        return {_check_key(key): _simplify_value(item, local, whole) for key, item in value.items()}
     raise ValueError(f"a {kind.__module__}.{kind.__qualname__}")
 
 

@@ -45,7 +45,7 @@ from holdfast.state.planning.copying import (
     fetched,
     read_all,
 )
-from holdfast.state.planning.inner import InnerPair, match_inner
+from holdfast.state.planning.inner import InnerPair, match_inner, stored_for
 from holdfast.state.planning.livevalues import revive
 from holdfast.state.planning.merge import Claims, is_writable_in_place
 from holdfast.state.planning.plans import LoadPlan, undo_changes
@@ -571,8 +571,11 @@ class ModulePlan(LoadPlan):
             path = f"{self._component}.{name}"
             if name not in self._live.entries or name in self._live.settings:
                 self.destinations.match(None, value, path, problems)
-            elif isinstance(value, SubclassRef) or (isinstance(live, Tensor) and is_subclass(live)):
-                self._inner[name] = match_inner(path, value, live, self._specs, problems)
+            elif isinstance(value, SubclassRef) or (
+                isinstance(live, Tensor) and is_subclass(local_of(live))
+            ):
+                shards = self.destinations.shards
+                self._inner[name] = match_inner(path, value, live, self._specs, problems, shards)
                 if isinstance(live, Tensor):
                     self._lives[id(value)] = live
             elif isinstance(live, Tensor) and name not in self._live.extras:
@@ -610,9 +613,10 @@ class ModulePlan(LoadPlan):
             if isinstance(value, TensorRef) and leaf is not None:
                 pairs = [(f"{self._component}.{name}", leaf, value)]
             for path, live, ref in pairs if leaf is not None and not self._is_own(name) else ():
-                claims.assign(path, live, tensors[ref.key])
+                stored = tensors[ref.key] if live is leaf else stored_for(path, live, tensors, ref)
+                claims.assign(path, live, stored)
                 if not self._is_opaque:
-                    self._pairs.append((local_of(live), tensors[ref.key]))
+                    self._pairs.append((local_of(live), stored))
         self._has_own = bool(self._lifted or self._missing)
         if self._has_own and _can_be_tried(self._live.module):
             self._try(lifted, claims)

@@ -365,7 +365,8 @@ class OptimizerPlan(LoadPlan):
         for slot, ref in wanted.items():
             path = f"{self._component}.{name}.{slot}"
             if slot in live:
-                match_inner(path, ref, live[slot], self._specs, problems)
+                shards = self.destinations.shards
+                match_inner(path, ref, live[slot], self._specs, problems, shards)
                 self._templates[name, slot] = live[slot]
             else:
                 problems.other.append(

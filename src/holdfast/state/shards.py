@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import accumulate, pairwise, product
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -215,6 +216,46 @@ def _of_dtensor(tensor: DTensor) -> LocalShards | Refused:
         f"the local tensor has the shape {tuple(local.shape)}, but placements {tensor.placements} "
         f"on {mesh} make it {expected} at {tuple(coordinate)} of a tensor of shape {shape}"
     )
+
+
+def shards_of_inner(outer: DTensor, inner: Tensor) -> LocalShards | Refused:
+    """Read what this rank holds of an inner tensor of the local tensor of a DTensor.
+
+    If it is cut as the DTensor is, it has a global shape. Otherwise it is a part of one that has
+    those of all shards behind each other: at the place of the elements that it describes, as for
+    scales of blocks, or of as many ranks as there are, as for a table.
+    """
+    splits = _splits(outer)
+    if isinstance(splits, Refused):
+        return splits
+    mesh, shape, sizes = outer.device_mesh, tuple(outer.shape), tuple(inner.shape)
+    coordinate = mesh.get_coordinate()
+    dims = {split.dim for split in splits if mesh.shape[split.over] > 1}
+    if coordinate is None or 0 in outer._local_tensor.shape:
+        return Refused("a tensor subclass of which this rank holds no elements cannot be saved")
+    whole = [[(0, size)] for size in sizes]
+    spans = spans_of(shape, mesh.shape, coordinate, splits)
+    local = outer._local_tensor.shape
+    if all(dim < len(sizes) and sizes[dim] == local[dim] for dim in dims) or not sizes:
+        cut = [spans[dim] if dim in dims else of_dim for dim, of_dim in enumerate(whole)]
+        inside = tuple(shape[dim] if dim in dims else size for dim, size in enumerate(sizes))
+        return _make_shards(inside, cut if sizes else whole, inner)
+    every = {
+        tuple(spans_of(shape, mesh.shape, one, splits)[0])
+        for one in product(*map(range, mesh.shape))
+    }
+    if dims != {0} or not all(len(of_rank) == 1 for of_rank in every):
+        return Refused(f"its shape {list(sizes)} is not cut as the tensor is, {outer.placements}")
+    parts, row = sorted(of_rank[0] for of_rank in every), math.prod(shape[1:])
+    (own,) = spans[0]
+    ratio = Fraction(sizes[0], (own[1] - own[0]) * row)
+    if all((start * row * ratio).denominator == 1 for start, _ in parts):
+        start, total = int(own[0] * row * ratio), shape[0] * row * ratio
+    else:
+        start, total = parts.index(own) * sizes[0], Fraction(len(parts) * sizes[0])
+    if total.denominator != 1:
+        return Refused(f"its shape {list(sizes)} does not follow from the shards of the tensor")
+    return _make_shards((int(total), *sizes[1:]), [[(start, start + sizes[0])], *whole[1:]], inner)
 
 
 def _splits(tensor: DTensor) -> list[Split] | Refused:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -53,10 +53,14 @@ from holdfast.state.leaves import (
     inner_tensors,
     is_dtensor,
     is_subclass,
+    local_of,
     plain_context,
     plain_name,
     refusal,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 T = TypeVar("T")
 
@@ -105,8 +109,8 @@ class _Lowering:
 
     def lower(self, value: Any, path: str) -> Any:
         """Return the node for `value`, why it is refused, or NotImplemented for other types."""
-        if isinstance(value, Tensor) and is_subclass(value):
-            return self._lower_subclass(value, path)
+        if isinstance(value, Tensor) and is_subclass(local_of(value)):
+            return self._lower_subclass(value, path, value if is_dtensor(value) else None)
         if isinstance(value, Tensor):
             return _add_tensor_flags(self._leaves.add_tensor(value, path), value)
         if isinstance(value, np.ndarray):
@@ -123,16 +127,26 @@ class _Lowering:
             return Refused(in_place_of(value))
         return NotImplemented
 
-    def _lower_subclass(self, tensor: Any, path: str) -> SubclassRef | Refused:
-        kind, reason = type_name(type(tensor)), refusal(tensor)
+    def _lower_subclass(
+        self, tensor: Tensor, path: str, outer: DTensor | None
+    ) -> SubclassRef | Refused:
+        """Lower a subclass, or a DTensor of one; `outer` is the DTensor that it is inside of."""
+        local = local_of(tensor)
+        kind, reason = type_name(type(local)), refusal(tensor)
         if reason is not None:
             return Refused(reason)
-        inner = inner_tensors(tensor)
+        inner = inner_tensors(local)
         self._alive.append(inner)
-        parts = {name: self.lower(part, join_path(path, name)) for name, part in inner.items()}
-        for name, part in parts.items():
-            if isinstance(part, Refused):
-                return Refused(f"tensor subclass {kind}: {name}: {part.reason}")
+        parts: dict[str, SubclassRef | TensorRef | Refused] = {}
+        for name, part in inner.items():
+            at = join_path(path, name)
+            if is_subclass(part):
+                parts[name] = self._lower_subclass(part, at, outer)
+            else:
+                parts[name] = _add_tensor_flags(self._leaves.add_tensor(part, at, outer), part)
+        for name, one in parts.items():
+            if isinstance(one, Refused):
+                return Refused(f"tensor subclass {kind}: {name}: {one.reason}")
         try:
             context = plain_context(tensor)
         except ValueError as err:
@@ -511,6 +525,8 @@ def check_fit(ref: TensorRef, stored: Tensor) -> None:
 
 def rebuilt(live: Any, node: SubclassRef, tensors: Mapping[str, Tensor]) -> Tensor:
     """Make a subclass with the class and context of `live`, and the stored inner tensors."""
+    if is_dtensor(live):
+        raise FormatError(f"a DTensor of a {node.type[:80]} cannot be made; use fully_shard alone")
     inner: dict[str, Tensor] = {}
     for name, part in node.tensors.items():
         like = getattr(live, name)

@@ -97,6 +97,8 @@ def foresee(wrapped: nn.Module) -> PredictedStateDict | None:
         return None
     if not are_plain and not tensor_types().issuperset(map(type, tensors)):
         return None
+    if not are_plain and not PLAIN_TYPES.issuperset(map(type, map(local_of, tensors))):
+        return None
     return PredictedStateDict(outline=scan.outline, tensors=tensors, are_plain=are_plain)
 
 
@@ -173,6 +175,8 @@ class TreeWalk:
         if not PLAIN_TYPES.issuperset(map(type, self.live)):
             self.layouts = [one._spec for one in self.live if is_dtensor(one)]
             self.tensors = list(map(local_of, self.live))
+            if not PLAIN_TYPES.issuperset(map(type, self.tensors)):
+                raise Irregular
 
     def _visit(self, value: Any) -> None:
         kind = type(value)

@@ -9,19 +9,32 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from holdfast.errors import MismatchError
 from holdfast.format.nodes import EnumValue, SubclassRef, TensorRef
-from holdfast.format.objects import join_path, type_name
+from holdfast.format.objects import Refused, join_path, type_name
 from holdfast.format.tensors import TensorSpec
-from holdfast.state.leaves import inner_tensors, is_subclass, plain_name, refusal
+from holdfast.state.leaves import (
+    inner_tensors,
+    is_dtensor,
+    is_subclass,
+    local_of,
+    plain_name,
+    refusal,
+)
+from holdfast.state.planning.copying import Stored, UnreadTensor, fetched
 from holdfast.state.probing import undisturbed_generators
 from holdfast.state.selection import Problems
+from holdfast.state.shards import LocalShards, shards_of, shards_of_inner
 from holdfast.state.trees import decoded_context
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 InnerPair: TypeAlias = tuple[str, Tensor, TensorRef]
 """Path of an inner tensor, the live one, and the reference of the stored one for it."""
@@ -29,15 +42,25 @@ _OF_GROUPS = frozenset({"params", "param_names"})
 
 
 def match_inner(
-    path: str, stored: object, live: object, specs: Mapping[str, TensorSpec], problems: Problems
+    path: str,
+    stored: object,
+    live: object,
+    specs: Mapping[str, TensorSpec],
+    problems: Problems,
+    shards: dict[str, LocalShards],
+    outer: DTensor | None = None,
 ) -> list[InnerPair]:
-    """Pair the inner tensors of a stored subclass with live ones; record all that differs."""
+    """Pair the inner tensors of a stored subclass with live ones; record all that differs.
+
+    The boxes of those in DTensors are added to `shards`. `outer` is the DTensor of the live one.
+    """
+    outer = live if is_dtensor(live) else outer
     if not isinstance(stored, SubclassRef):
         problems.other.append(
             f"{path}: stored as a plain tensor, live it is {_describe_live(live)}"
         )
         return []
-    if not isinstance(live, Tensor) or not is_subclass(live):
+    if not isinstance(live, Tensor) or not is_subclass(local_of(live)):
         problems.other.append(
             f"{path}: stored as the tensor subclass {stored.type[:80]}, live it is "
             f"{_describe_live(live)}. Convert the live model in the same way before the load"
@@ -47,7 +70,7 @@ def match_inner(
     if reason is not None:
         problems.offenders.append((path, reason))
         return []
-    if class_name(stored.type) != class_name(type_name(type(live))):
+    if class_name(stored.type) != class_name(type_name(type(local_of(live)))):
         problems.other.append(
             f"{path}: stored as {stored.type[:80]}, live it is {_describe_live(live)}"
         )
@@ -61,9 +84,9 @@ def match_inner(
     try:
         differs = compare_contexts(stored.context, decoded_context(live))
     except ValueError as err:
-        problems.offenders.append((path, f"tensor subclass {type_name(type(live))}: {err}"))
+        problems.offenders.append((path, f"tensor subclass {_describe_live(live)}: {err}"))
         return []
-    inner = inner_tensors(live)
+    inner = inner_tensors(local_of(live))
     if differs is None and stored.tensors.keys() != inner.keys():
         names = [", ".join(sorted(one))[:80] for one in (stored.tensors, inner)]
         differs = f"its inner tensors: stored {names[0]}, live {names[1]}"
@@ -74,17 +97,64 @@ def match_inner(
     for name, part in stored.tensors.items():
         at, like = join_path(path, name), inner[name]
         if isinstance(part, TensorRef) and not is_subclass(like):
-            problems.check_spec(at, specs[part.key], like)
             pairs.append((at, like, part))
+            _match_shards(at, specs[part.key], like, outer, problems, shards)
         else:
-            pairs += match_inner(at, part, like, specs, problems)
+            pairs += match_inner(at, part, like, specs, problems, shards, outer)
     return pairs
+
+
+def _match_shards(
+    path: str,
+    spec: TensorSpec,
+    live: Tensor,
+    outer: DTensor | None,
+    problems: Problems,
+    shards: dict[str, LocalShards],
+) -> None:
+    """Record the boxes of an inner tensor, or that it had others when it was saved."""
+    found = shards_of(live) if outer is None else shards_of_inner(outer, live)
+    size = tuple(local_of(live).shape)
+    if isinstance(found, Refused):
+        problems.offenders.append((path, found.reason))
+        return
+    is_same = spec.shape == found.shape
+    is_repeated = size and size[0] and spec.shape[1:] == size[1:] and not spec.shape[0] % size[0]
+    if is_same and not found.is_whole:
+        shards[spec.key] = found
+    # `stored_for` compares the parts of a tensor that each rank may have saved for itself.
+    problems.check_spec(path, spec, live, any_shape=bool(is_same or is_repeated))
+
+
+def stored_for(path: str, live: Tensor, tensors: Mapping[str, Stored], ref: TensorRef) -> Stored:
+    """Return the stored tensor for an inner one: of equal ones of several ranks the first.
+
+    Raises:
+        MismatchError: they are not equal.
+    """
+    stored = tensors[ref.key]
+    sizes, size = (
+        (stored.spec if isinstance(stored, UnreadTensor) else stored).shape,
+        local_of(live).shape,
+    )
+    if tuple(sizes) == tuple(size):
+        return stored
+    of_ranks = fetched(stored).reshape(-1, *size)
+    rows = of_ranks.reshape(len(of_ranks), -1).view(torch.uint8)
+    if not bool((rows == rows[0]).all()):
+        hint = (
+            f"{path}: stored {[*sizes]}, live {[*size]}, and its parts differ: resume on "
+            f"{len(rows)} ranks if as many have saved it, or with the settings of the saved tensor"
+        )
+        raise MismatchError("the checkpoint", hint=hint)
+    return of_ranks[0].clone()
 
 
 def _describe_live(live: object) -> str:
     if not isinstance(live, Tensor):
         return "no tensor" if live is not None else "absent"
-    return type_name(type(live)) if is_subclass(live) else "a plain tensor"
+    local = local_of(live)
+    return type_name(type(local)) if is_subclass(local) else "a plain tensor"
 
 
 def make_slots(optimizer: Optimizer, parameter: Tensor) -> dict[Any, Any]:

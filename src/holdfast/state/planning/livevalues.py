@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from holdfast.format.nodes import EnumValue, TensorRef
+from holdfast.format.nodes import EnumValue, SubclassRef, TensorRef
 from holdfast.format.objects import Refused, join_path, type_name
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import PLAIN_TYPES, is_dtensor
 from holdfast.state.planning.copying import Stored, fetched
+from holdfast.state.planning.inner import match_inner
 from holdfast.state.selection import Problems, Selection, names_of_keys
 from holdfast.state.shards import LocalShards, shards_of
 from holdfast.state.trees import LiveValue, Skeleton, nodes_in
@@ -264,6 +265,9 @@ class Destinations:
             return
         if isinstance(stored, TensorRef):
             self._add_destination(live, stored.key, path, problems, beside)
+        elif isinstance(stored, SubclassRef):
+            if is_dtensor(live):  # else it is matched when it is merged
+                match_inner(path, stored, live, self._specs, problems, self.shards)
         elif isinstance(stored, dict | list | tuple) and id(stored) not in self._seen:
             self._seen.add(id(stored))
             for name, item in stored.items() if isinstance(stored, dict) else enumerate(stored):

@@ -51,7 +51,7 @@ from holdfast.state.planning.copying import (
     fetched,
     in_parts,
 )
-from holdfast.state.planning.inner import InnerPair, match_inner
+from holdfast.state.planning.inner import InnerPair, match_inner, stored_for
 from holdfast.state.planning.livevalues import placed_as, revived
 from holdfast.state.selection import Problems, shortened
 from holdfast.state.trees import (
@@ -500,12 +500,14 @@ class Merge:
         taken = [self._claims.take_memory(one, self._component, ref.key) for _, one, ref in pairs]
         if any(taken) or not all(is_writable_in_place(one) for _, one, _ in pairs):
             return rebuilt(live, stored, Fetching(self._tensors))
-        self._copies += [(one, self._tensors[ref.key]) for _, one, ref in pairs]
+        self._copies += [
+            (one, stored_for(path, one, self._tensors, ref)) for path, one, ref in pairs
+        ]
         return live  # type: ignore[no-any-return]
 
     def _match_inner(self, path: str, live: Any, stored: Any) -> list[InnerPair]:
         problems = Problems()
-        pairs = match_inner(path, stored, live, self._specs, problems)
+        pairs = match_inner(path, stored, live, self._specs, problems, {})
         problems.raise_if_any("the checkpoint")
         return pairs
 
@@ -532,7 +534,7 @@ class Merge:
 
     def _fits(self, live: Tensor, ref: TensorRef, place: Placement) -> bool:
         if not is_writable_in_place(live):
-            if is_subclass(live):
+            if is_subclass(local_of(live)):
                 self._match_inner(join_path(self._component, ref.key), live, ref)
             return False
         spec = self._specs[ref.key]
