@@ -136,3 +136,29 @@ def test_tensor_options_of_groups_are_not_changed_by_a_template() -> None:
     image(state).load(again)
     assert again["optimizer"].param_groups[0]["lr"] is rate
     assert rate == 0.5
+
+
+def test_float8_weights_that_train_resume_to_the_bit(tmp_path: Path) -> None:
+    import_torchao()
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def new(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+        convert_to_float8_training(model, config=config)
+        return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+
+    state, again = new(0), new(1)
+    assert type(state["model"][0].weight).__name__ == "WeightWithDynamicFloat8CastTensor"
+    train(state, 2)
+    with CheckpointManager(tmp_path, state) as manager:
+        manager.save(2, wait=True)
+    with CheckpointManager(tmp_path, again) as manager:
+        manager.resume()
+    assert digest(again) == digest(state)
+    generator = torch.get_rng_state()
+    train(state, 2)
+    torch.set_rng_state(generator)
+    train(again, 2)
+    assert digest(again) == digest(state)
