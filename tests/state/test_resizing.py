@@ -278,11 +278,10 @@ def test_frozen_and_quantized_weights_are_refused(change: Any, match: str) -> No
         change(state["model"])
     with CheckpointManager(store, states[0]) as manager:
         manager.save(1)
-    with (
-        CheckpointManager(store, states[1]) as manager,
-        pytest.raises(MismatchError, match=rf"model\.embed\.weight.*{match}"),
-    ):
-        manager.resume(resize={"**.embed": "rows", "**.head": "rows"})
+    with CheckpointManager(store, states[1]) as manager:
+        with pytest.raises(MismatchError, match=rf"model\.embed\.weight.*{match}") as caught:
+            manager.resume(resize={"**.embed": "rows", "**.head": "rows"})
+        assert "resize={" not in str(caught.value)
 
 
 def test_a_tied_weight_that_became_two_is_refused() -> None:

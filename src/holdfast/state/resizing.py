@@ -30,7 +30,8 @@ Resize: TypeAlias = Mapping[str, str | int]
 NO_RESIZE: Resize = MappingProxyType({})
 
 _DIMENSIONS = {"rows": 0, "columns": 1}
-_FLOATS = frozenset({"F16", "BF16", "F32", "F64", "C32", "C64", "C128"})
+RESIZABLE = frozenset({"F16", "BF16", "F32", "F64", "C32", "C64", "C128"})
+"""Dtypes of tensors of modules and optimizers that can be resized; others may be quantized."""
 _QUANTIZED = (
     "quantized, so its values depend on others, and it cannot be resized. Resize the model before "
     "it is quantized, or use edit_load"
@@ -190,7 +191,7 @@ class Resizing:
                         f"{first.path} and {path}: one tensor when saved, two here, so new rows "
                         "would not be determined. Tie them, or resize them in edit_load"
                     )
-            elif spec.dtype not in _FLOATS:
+            elif spec.dtype not in RESIZABLE:
                 self.refused.append(f"{path}: {_QUANTIZED}")
             elif isinstance(leaf, nn.Parameter) and is_trained and not leaf.requires_grad:
                 self.refused.append(
@@ -223,7 +224,7 @@ class Resizing:
         at = join_path(component, names[0])
         for path, ref, _ in _tensors_in(slots, None, at):
             found = _shape_of(ref, specs)
-            is_plain = isinstance(ref, TensorRef) and specs[ref.key].dtype in _FLOATS
+            is_plain = isinstance(ref, TensorRef) and specs[ref.key].dtype in RESIZABLE
             if isinstance(ref, TensorRef) and is_plain and found == before:
                 self._register(
                     component, ref.key, path, specs, dim=dim, live=parameter, is_slot=True

@@ -15,7 +15,7 @@ from holdfast.format.objects import join_path
 from holdfast.format.tensors import TensorSpec
 from holdfast.state.leaves import DTYPE_NAMES
 from holdfast.state.patterns import Entries
-from holdfast.state.resizing import Resize, Resizing, name_dimension, only_difference
+from holdfast.state.resizing import RESIZABLE, Resize, Resizing, name_dimension, only_difference
 
 _PARTS = frozenset(
     {
@@ -226,7 +226,7 @@ class Problems:
     lost: list[str] = field(default_factory=list)
     """Notes on live values that the load removes, which are logged as warnings."""
     resizable: dict[str, int | None] = field(default_factory=dict)
-    """Tensors of `wrong_shape` → the only dimension that differs; None: several do."""
+    """Tensors of `wrong_shape` → the only dimension that differs; None: `resize` cannot help."""
     optimizers: set[str] = field(default_factory=set)
     """Components that are optimizers, whose slots are resized with their parameters."""
     names: dict[str, Sides] = field(default_factory=dict)
@@ -238,6 +238,8 @@ class Problems:
         """Record a stored tensor whose shape or dtype differs from the live one."""
         if spec.shape != tuple(live.shape) and not any_shape:
             self.record_shape(path, spec.shape, live.shape)
+            if spec.dtype not in RESIZABLE:
+                self.resizable[path] = None
         if spec.dtype != DTYPE_NAMES[live.dtype]:
             live_dtype = DTYPE_NAMES[live.dtype]
             self.wrong_dtype.append(f"{path}: stored {spec.dtype}, live {live_dtype}")
@@ -301,7 +303,7 @@ class Problems:
     def _entries_to_resize(self) -> dict[str, str | int]:
         """Return entries for `resize` with which all shapes fit; none if there are no such."""
         dims = {path: dim for path, dim in self.resizable.items() if dim is not None}
-        if len(dims) < len(self.wrong_shape) or any("*" in path for path in dims):
+        if self.other or len(dims) < len(self.wrong_shape) or any("*" in path for path in dims):
             return {}
         slots = {path for path in dims if path.split(".")[0] in self.optimizers}
         chosen = [path for path in dims if path not in slots] or [*dims]
