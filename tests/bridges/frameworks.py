@@ -36,3 +36,10 @@ def needed(name: str) -> Any:
         if os.environ.get("CI") and not is_impossible:
             pytest.fail(why)
         pytest.skip(why, allow_module_level=True)
+
+
+def say_accelerator() -> None:
+    """Have Accelerate shard on the CPU, which it does for kinds of accelerators only."""
+    import accelerate
+
+    accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from bridges import forks
-from bridges.frameworks import needed
+from bridges.frameworks import needed, say_accelerator
 from holdfast.errors import UsageError
 
 transformers = needed("transformers")
@@ -39,10 +39,6 @@ FSDP2 = {
     "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "transformer_layer_cls_to_wrap": ["GPT2Block"],
 }
-
-
-def say_accelerator() -> None:
-    accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
 
 
 def whole(value: Any) -> Any:

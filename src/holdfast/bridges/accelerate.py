@@ -17,7 +17,7 @@ from holdfast.errors import UsageError
 with needs_library("accelerate"):
     import accelerate
     from accelerate import Accelerator
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, broadcast_object_list
 
 logger = logging.getLogger("holdfast")
 
@@ -67,7 +67,7 @@ def state(accelerator: Accelerator, *, data: Any = None, **others: Any) -> dict[
     if accelerator.scaler is not None:
         found["scaler"] = accelerator.scaler
     if data is not None:
-        check_data_ranks(accelerator, data)
+        agree_on_data(accelerator, data)
         found["data"] = data
     taken = sorted(found.keys() & others.keys())
     if taken:
@@ -97,8 +97,12 @@ def check_distributed_type(accelerator: Accelerator) -> None:
     raise UsageError(f"distributed_type={kind.name}: {reason}")
 
 
-def check_data_ranks(accelerator: Accelerator, data: Any) -> None:
-    """Raise `UsageError` if ranks that hold parts of one replica would get different batches."""
+def agree_on_data(accelerator: Accelerator, data: Any) -> None:
+    """Describe the data on all ranks as the first one does; they all call it.
+
+    Raises:
+        UsageError: ranks that hold parts of one replica would get different batches.
+    """
     config = getattr(accelerator, "parallelism_config", None)
     size = 1 if config is None else config.non_data_parallel_size
     expected = accelerator.num_processes // size
@@ -108,6 +112,8 @@ def check_data_ranks(accelerator: Accelerator, data: Any) -> None:
             f"data: batches are divided among {found.world_size} ranks, and {size} ranks hold one "
             f"replica: give the Loader ranks=DataRanks(rank // {size}, {expected})"
         )
+    if accelerator.num_processes > 1 and hasattr(data, "description"):
+        data.description = broadcast_object_list([data.description])[0]
 
 
 def _counts(accelerator: Accelerator) -> dict[str, int]:

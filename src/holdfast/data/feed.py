@@ -115,6 +115,16 @@ class Feed(ABC):
         return self._given
 
     @property
+    def description(self) -> str:
+        """Type of the data, with the hash or the names of files that it has."""
+        return self._data
+
+    @description.setter
+    def description(self, text: str) -> None:
+        """Set it to that of the first rank, as a hash of datasets may differ by process."""
+        self._data = text
+
+    @property
     @abstractmethod
     def batch_size(self) -> int | None:
         """Samples of a batch, of each rank; None if a batch sampler decides."""

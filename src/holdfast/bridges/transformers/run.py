@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +20,7 @@ import transformers.trainer as theirs
 from accelerate.utils import send_to_device
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 
+from holdfast.bridges.accelerate import agree_on_data
 from holdfast.bridges.parts import (
     BridgeValidations,
     left_out,
@@ -177,6 +179,7 @@ class TransformersRun(TrainerCallback):
     def _begin(self) -> None:
         """Resume from the newest checkpoint, with all the Trainer has made of its arguments."""
         counters, self.best_path = self.counters, None
+        agree_on_data(self.trainer.accelerator, self.data)
         state: dict[str, Any] = {
             "model": self.trainer.model,
             "optimizer": self.trainer.optimizer,
@@ -288,9 +291,10 @@ class TransformersRun(TrainerCallback):
         """Whether the training has reached its goal."""
         return bool(self.trainer.state.global_step >= self.trainer.state.max_steps)
 
-    def is_ours(self, checkpoint: str | None) -> bool:
-        """Whether the Trainer is to load nothing of a folder, as the state is resumed here."""
-        return self._folder is not None and checkpoint is not None
+    @property
+    def resumes(self) -> bool:
+        """Whether the state is resumed here, so that the Trainer loads nothing of a folder."""
+        return self._folder is not None
 
     def _write_step(self, folder: Path, step: int) -> None:
         args = self.trainer.args
@@ -445,8 +449,13 @@ class TransformersCounters:
 
 def _find_unlogged(trainer: Any) -> Any:
     """Return the metrics of the training that a trainer holds for its next log, or None."""
-    found: Any = next(filter(None, (getattr(trainer, name, None) for name in _UNLOGGED)), None)
-    return None if found is None else found["train"]
+    found = [one for name in _UNLOGGED if isinstance(one := getattr(trainer, name, None), dict)]
+    for metrics in found:
+        # One of these begins empty, and makes a part of itself when that is asked for.
+        of_train = metrics["train"] if isinstance(metrics, defaultdict) else metrics.get("train")
+        if isinstance(of_train, dict):
+            return of_train
+    return None
 
 
 def _find_numbers(trainer: Any) -> dict[str, int | float]:

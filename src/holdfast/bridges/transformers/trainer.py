@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from holdfast.bridges.accelerate import check_data_ranks, check_distributed_type
+from holdfast.bridges.accelerate import check_distributed_type
 from holdfast.bridges.parts import only_leader, reporting
 from holdfast.bridges.transformers.arguments import OtherInterval, translate_arguments
 from holdfast.bridges.transformers.run import Elsewhere, TransformersRun, newest_step
@@ -160,7 +160,6 @@ class CheckpointedMixin(_Trainer):
         if not run.has_own_data:
             run.data = loader_of(self, super().get_train_dataloader())
         check_windows(run.data, self.args)
-        check_data_ranks(self.accelerator, run.data)
         run.epochs = Epochs(run.data, self.args, run.is_over)
         return run.epochs
 
@@ -181,20 +180,20 @@ class CheckpointedMixin(_Trainer):
         if is_summary and self.args.load_best_model_at_end:
             self._holdfast.load_best()
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        if not self._holdfast.is_ours(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if not self._holdfast.resumes:
+            super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if not self._holdfast.is_ours(checkpoint):
+        if not self._holdfast.resumes:
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        if not self._holdfast.is_ours(checkpoint):
+        if not self._holdfast.resumes:
             super()._load_scaler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if not self._holdfast.is_ours(checkpoint):
+        if not self._holdfast.resumes:
             super()._load_rng_state(checkpoint)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
