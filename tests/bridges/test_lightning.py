@@ -631,6 +631,32 @@ def test_a_validation_with_the_loader_of_the_training_is_refused(
         made.fit(Regression(), data, data)
 
 
+class Counting(Callback):  # type: ignore[misc]
+    """Counts the batches of validations and tests."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self.num_batches += 1
+
+    on_test_batch_end = on_validation_batch_end
+
+
+@pytest.mark.parametrize("method", ["validate", "test"])
+def test_an_evaluation_of_the_training_data_sees_all_of_it_and_moves_no_position(
+    tmp_path: Path, method: str
+) -> None:
+    data, module, counting = train_data(), Regression(), Counting()
+    made = trainer(HoldfastCheckpoint(tmp_path, every="2step"), counting, max_steps=2)
+    made.fit(module, data)
+    before = data.state_dict()
+    assert before["batch"] == 4
+    getattr(made, method)(module, data, verbose=False)
+    assert counting.num_batches == len(data)
+    assert data.state_dict() == before
+
+
 @pytest.mark.parametrize(("window", "num_batches"), [(1, None), (3, 2), (4, None)])
 def test_another_accumulation_within_an_epoch_is_right_or_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, window: int, num_batches: int | None

@@ -24,6 +24,7 @@ from holdfast.bridges.lightning.seams import (
     begin_data,
     check_trainer,
     components_of,
+    evaluated_loaders,
     find_last,
     given_path,
     model_of,
@@ -35,6 +36,7 @@ from holdfast.bridges.parts import (
     Generators,
     check_direction,
     reporting,
+    rewind,
     say_start,
     start_from,
     stays_ended,
@@ -222,6 +224,25 @@ class HoldfastCheckpoint(CheckpointCallback):
             self._measured.collect_new_metrics(
                 step + (step == self._step)
             )  # of a step that is not complete yet
+        elif not trainer.fast_dev_run and trainer.state.fn == "validate":
+            self._rewind_for_evaluation(trainer)
+
+    @override
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let a test see all batches of its loader, also of one that was trained on."""
+        self._rewind_for_evaluation(trainer)
+
+    @override
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let a prediction see all batches, as a test does."""
+        self._rewind_for_evaluation(trainer)
+
+    def _rewind_for_evaluation(self, trainer: Any) -> None:
+        """Set the loaders to their first batch, and back to their position at the end."""
+        loaders = [one for one in evaluated_loaders(trainer) if hasattr(one, "at_epoch_end")]
+        for loader in loaders:
+            self._open.callback(loader.load_state_dict, loader.state_dict())
+        rewind(loaders)
 
     @override
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:

@@ -231,6 +231,13 @@ def begin_anew(trainer: Any) -> None:
     rewind(loaders)
 
 
+def evaluated_loaders(trainer: Any) -> list[Any]:
+    """Return the loaders of a validation, test or prediction outside of a fit."""
+    is_predicting = trainer.state.fn == "predict"
+    loop = trainer.predict_loop if is_predicting else trainer._evaluation_loop
+    return list(loop._combined_loader.flattened)
+
+
 def given_path(trainer: Any, chosen: Any) -> str:
     """Return the `ckpt_path` of a fit, "" for none; `chosen` is what was found for its argument."""
     is_set_before = trainer._checkpoint_connector._user_managed
