@@ -259,6 +259,36 @@ def test_objects_in_state_are_refused_when_they_appear() -> None:
             manager.maybe_save(2)
 
 
+class Scaled:
+    """A wrapper of the user's, which is no optimizer itself."""
+
+    def __init__(self, base: Any) -> None:
+        self.base, self.scale, self.num_steps = base, 1.0, 0
+
+    def zero_grad(self) -> None:
+        self.base.zero_grad()
+
+    def step(self) -> None:
+        self.num_steps += 1
+        self.scale *= 1.5
+        self.base.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [self.base.state_dict()], "scale": self.scale, "n": self.num_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.base.load_state_dict(state["inner"][0])
+        self.scale, self.num_steps = state["scale"], state["n"]
+
+
+def test_an_optimizer_in_a_wrapper_of_the_user_keeps_its_dtypes(
+    warned: Callable[[], list[str]],
+) -> None:
+    qhadam = pytorch_optimizer.QHAdam
+    expect_exact_resume("", lambda net: Scaled(qhadam(net.parameters())), torch.bfloat16)
+    assert warned() == []
+
+
 class Casting(pytorch_optimizer.QHAdam):  # type: ignore[misc,name-defined]
     """An optimizer whose `state_dict` has copies of its state."""
 

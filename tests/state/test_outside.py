@@ -318,6 +318,24 @@ def test_attributes_named_in_not_state_are_not_reported(said: Callable[..., list
     assert "not_state" in text
 
 
+def test_not_state_may_be_a_property_or_that_of_a_nested_object(
+    said: Callable[..., list[str]],
+) -> None:
+    class Nested(Tally):
+        not_state = ("n",)
+
+    class Computed(Model):
+        @property
+        def not_state(self) -> tuple[str, ...]:
+            return ("seen",)
+
+    def note(model: Any, batch: Tensor) -> None:
+        model.seen += 1
+        model.tally()
+
+    assert said(Computed(note, seen=0, tally=Nested())) == []
+
+
 def test_not_state_that_is_no_tuple_of_names_is_refused(tmp_path: Path) -> None:
     model = Model(add, held=0, not_state="held")
     with pytest.raises(UsageError, match="not_state='held'"):

@@ -11,6 +11,7 @@ place, lists that grow, each in place or twice in a row. Attributes that an owne
 from __future__ import annotations
 
 import dis
+import inspect
 import math
 import re
 import sys
@@ -292,8 +293,9 @@ def _members(owner: Any) -> Iterator[tuple[str, Any]]:
 
 def _declared(owner: Any) -> Collection[str]:
     """Return the names in the owner's `not_state`: attributes that are computed again."""
-    own = getattr(owner, "__dict__", {}).get("not_state", ())
-    names = own or getattr(type(owner), "not_state", ())
+    # A proxy or a mock may have any name.
+    is_given = inspect.getattr_static(owner, "not_state", None) is not None
+    names = owner.not_state if is_given else ()
     if isinstance(names, str) or not isinstance(names, Collection):
         raise UsageError(
             f"{type(owner).__name__}.not_state={shown(names)}: must be a tuple of names of "
@@ -334,7 +336,7 @@ def _marks_in(
             yield f"{path} (its length)", mark
         if isinstance(value, set | frozenset) or len(value) > _MAX_ITEMS:
             return
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+        for name, item in [*(value.items() if isinstance(value, dict) else enumerate(value))]:
             shown = name if isinstance(name, str | int) else type(name).__name__
             yield from _marks_in(f"{path}.{shown}", item, kept, is_sure=is_sure, depth=depth + 1)
     elif _is_of_user(value) and depth < _MAX_DEPTH and kept.is_new(value):
