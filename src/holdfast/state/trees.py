@@ -233,6 +233,8 @@ class Skeleton:
     """Devices that tensors were saved from and that this machine lacks."""
     has_enums: bool = False
     """Whether the tree has an enumeration anywhere."""
+    has_subclasses: bool = False
+    """Whether it has a tensor subclass anywhere."""
     versions: Mapping[str, int] = field(default_factory=dict)
     """Path of a submodule -> its `_version` when saved, where it was not 1."""
     unsaved: Mapping[str, str] = field(default_factory=dict)
@@ -256,6 +258,7 @@ def decode_skeleton(data: bytes, specs: Mapping[str, TensorSpec], *, what: str) 
         value=value,
         absent_devices=tuple(checking.absent_devices),
         has_enums=checking.has_enums,
+        has_subclasses=checking.has_subclasses,
         versions=_beside(data, _VERSIONS, int, what),
         unsaved=_beside(data, UNSAVED, str, what),
         frozen=_beside(data, FROZEN, str, what),
@@ -281,7 +284,7 @@ class _Checking:
         self._specs = specs
         self._what = what
         self.absent_devices: dict[str, None] = {}
-        self.has_enums = False
+        self.has_enums = self.has_subclasses = False
 
     def lift(self, node: Any) -> Any:
         if isinstance(node, TensorRef):
@@ -295,6 +298,8 @@ class _Checking:
             self._check_generator(node)
         elif isinstance(node, EnumValue):
             self.has_enums = True
+        elif isinstance(node, SubclassRef):
+            self.has_subclasses = True
         return _lift_plain(node)
 
     def lift_tensors(self, refs: Sequence[TensorRef]) -> Sequence[TensorRef]:

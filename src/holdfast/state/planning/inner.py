@@ -6,7 +6,7 @@ No class is imported or built by a name in a file.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -102,6 +102,28 @@ def match_inner(
         else:
             pairs += match_inner(at, part, like, specs, problems, shards, outer)
     return pairs
+
+
+def match_subclasses(
+    path: str, stored: Any, live: Any, specs: Mapping[str, TensorSpec], problems: Problems
+) -> dict[int, Tensor]:
+    """Find the live tensor of each subclass in a tree; returns them by the id of its node."""
+    if isinstance(stored, SubclassRef):
+        match_inner(path, stored, live, specs, problems, {})
+        return {id(stored): live}
+    found: dict[int, Tensor] = {}
+    if isinstance(stored, dict):
+        known = live if isinstance(live, dict) else {}
+        items = [(name, one, dict.get(known, name)) for name, one in stored.items()]
+    elif isinstance(stored, list | tuple):
+        others = [*live] if isinstance(live, list | tuple | deque) else []
+        others += [None] * len(stored)
+        items = [(at, one, others[at]) for at, one in enumerate(stored)]
+    else:
+        return {}
+    for name, one, other in items:
+        found |= match_subclasses(join_path(path, name), one, other, specs, problems)
+    return found
 
 
 def _match_shards(
@@ -215,7 +237,7 @@ def compare_contexts(stored: Any, live: Any, path: str = "") -> str | None:
 
 
 def _enum_key(member: EnumValue) -> tuple[Any, ...]:
-    return class_name(member.type), member.name, member.name or repr(member.value)
+    return class_name(member.type), member.name, repr(member.value)
 
 
 def class_name(type_: str) -> tuple[str, str]:

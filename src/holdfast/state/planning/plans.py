@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from holdfast.state.attributes import Attributes, content_of
 from holdfast.state.components import RNG
 from holdfast.state.leaves import is_subclass, local_of, plain_parts
 from holdfast.state.planning.copying import Fetching, Stored
+from holdfast.state.planning.inner import match_subclasses
 from holdfast.state.planning.livevalues import Destinations, keep_live, revive
 from holdfast.state.planning.merge import CASTS, Claims, Merge
 from holdfast.state.planning.schedulesettings import required_settings
@@ -202,6 +204,7 @@ class ObjectPlan(LoadPlan):
 
     _value: Any = None
     _is_wanted = True
+    _lives: Mapping[int, Tensor] = MappingProxyType({})
 
     def check(self, skeleton: Skeleton, wishes: Wishes, problems: Problems) -> None:
         """Check a scheduler's kind; replace excluded values and enumerations by live ones."""
@@ -236,7 +239,8 @@ class ObjectPlan(LoadPlan):
         is_partial = wishes.selection.is_partial(self._component)
         # Without a group there are no DTensors; then no `state_dict` is called for them.
         is_alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        needs_live = skeleton.has_enums or is_partial or bool(wishes.resizing)
+        needs_live = skeleton.has_enums or skeleton.has_subclasses or is_partial
+        needs_live |= bool(wishes.resizing)
         if not needs_live and (is_alone or not self._specs):
             return
         live = self._live.state_dict()
@@ -247,11 +251,15 @@ class ObjectPlan(LoadPlan):
         self._wanted = revive(skeleton, live, self._component, problems, stored=self._wanted)
         self.destinations.look_in(live)
         self.destinations.match(live, self._wanted, self._component, problems)
+        if skeleton.has_subclasses:
+            self._lives = match_subclasses(
+                self._component, self._wanted, live, self._specs, problems
+            )
 
     def prepare(self, tensors: Mapping[str, Stored], claims: Claims) -> None:
         """Make the state_dict; check it by `check_state_dict`, which may give notes, or a try."""
         placed = Fetching(self.destinations.placed(tensors))
-        self._value = Lifting(placed).lift_tree(self._wanted)
+        self._value = Lifting(placed, self._lives).lift_tree(self._wanted)
         if not self._is_wanted:
             return
         check = getattr(self._live, "check_state_dict", None)
@@ -271,7 +279,7 @@ class ObjectPlan(LoadPlan):
         except Exception:  # noqa: BLE001 - code of others
             return  # what has no state yet, or none that can be copied, could not be put back
         try:
-            if cast := self._load(Lifting(tensors).lift_tree(self._wanted)):
+            if cast := self._load(Lifting(tensors, self._lives).lift_tree(self._wanted)):
                 claims.add_note(f"{shortened(cast, 10)}: {kind}.load_state_dict {CASTS}")
         except Exception as error:
             refused = (
