@@ -41,6 +41,7 @@ Kind = Literal[
     "housekeeping_failed",
     "not_saved",
     "no_position",
+    "frozen",
     "warning",
     "closed",
 ]
@@ -83,6 +84,7 @@ _LEVELS: Mapping[str, int] = {
     "thinned": logging.INFO,
     "gc": logging.INFO,
     "not_saved": logging.INFO,
+    "frozen": logging.INFO,
     "interval": logging.INFO,
 }
 

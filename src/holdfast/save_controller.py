@@ -295,8 +295,8 @@ class SaveController:
         session, is_whole = self._session, due.components is None
         session.first_save.compare_clocks(session.saver.standing)
         session.warnings.of_capture(captured, is_whole=is_whole)
-        if session.capturer.frozen is not None:
-            session.warnings.of_frozen(session.capturer.frozen.written)
+        frozen = session.capturer.frozen
+        session.warnings.of_frozen(None if frozen is None else frozen.written)
         if is_whole:
             session.warnings.of_omitted(captured, session.boundary.stepped())
         unhealthy = session.boundary.check_captured_step(captured, step)

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 import holdfast
 from holdfast.errors import MismatchError, UsageError
+from holdfast.events import Event
 from holdfast.format.manifest import Manifest, decode_register
 from holdfast.interop.comparing.differences import compare_sources
 from holdfast.interop.opening import open_source
+from holdfast.saving import script_warnings
 from holdfast.state.leaves import plain_parts
 from quantized import bits_in, import_torchao
 
@@ -315,6 +317,21 @@ def test_a_quantized_base_is_recorded_by_its_inner_tensors(tmp_path: Path) -> No
     again["model"].base = nn.Linear(256, 256)
     with pytest.raises(MismatchError, match=r"base\.weight \(F32 \[256,256\] here, NF4Tensor"):
         holdfast.load_weights(tmp_path, again["model"])
+
+
+@pytest.mark.parametrize(("frozen", "trained"), [(None, False), (None, True), ("by digest", False)])
+def test_digests_are_suggested_once_if_most_is_frozen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: str | None, trained: bool
+) -> None:
+    monkeypatch.setattr(script_warnings, "SUGGESTED_NBYTES", 1000)
+    state, _ = make_state()
+    state["model"].requires_grad_(trained)
+    events: list[Event] = []
+    with manager_of(tmp_path, state, frozen=frozen, sinks=[events.append]) as manager:
+        save(manager, 1)
+        save(manager, 2)
+    found = [event.message for event in events if event.kind == "frozen"]
+    assert len(found) == (frozen is None and not trained)
 
 
 def test_tied_and_shared_parameters_are_recorded_under_each_name(tmp_path: Path) -> None:

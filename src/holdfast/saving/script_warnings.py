@@ -33,8 +33,12 @@ from holdfast.state.capture.lacking import (
 from holdfast.state.capture.outside import OutsideState, format_outside_state
 from holdfast.state.components import ParameterNames, is_of_trainer, kind_of
 from holdfast.state.foreign import describe_inexact
+from holdfast.state.modules import count_frozen
 from holdfast.state.probing import SourceCheck
 from holdfast.state.selection import shortened
+
+SUGGESTED_NBYTES = 1 << 30
+"""Least bytes of frozen parameters for which digests are suggested."""
 
 
 class ScriptWarnings:
@@ -44,7 +48,7 @@ class ScriptWarnings:
     the leader, which logs those that are not its own.
     """
 
-    _omitted_due = _are_known_due = True
+    _omitted_due = _are_known_due = _digests_due = True
 
     def __init__(
         self, url: str, state: Mapping[str, Any], emit: Emitter, *, is_leader: bool = True
@@ -82,8 +86,23 @@ class ScriptWarnings:
             self.of_workers()
             self._of_sources()
 
-    def of_frozen(self, written: Mapping[str, str]) -> None:
-        """Warn of parameters without gradient that are saved, although their digest was wanted."""
+    def of_frozen(self, written: Mapping[str, str] | None) -> None:
+        """Warn of frozen parameters that are saved, although their digest was wanted.
+
+        `written` has their names and the reasons. None: the option was not set; an event suggests
+        it, once, if most of a checkpoint is frozen.
+        """
+        if written is None:
+            frozen, nbytes = count_frozen(self._state) if self._digests_due else (0, 0)
+            self._digests_due = False
+            if frozen >= max(SUGGESTED_NBYTES, 0.75 * nbytes):
+                self._emit(
+                    "frozen",
+                    f"{self._url}: {frozen / 2**30:.1f} GiB of each checkpoint are parameters "
+                    'without gradient. If the script makes the same at each start, frozen="by '
+                    'digest" leaves them out (docs/saving.md)',
+                )
+            return
         new = {name: why for name, why in written.items() if name not in self._written}
         self._written.update(new)
         if new:

@@ -743,6 +743,15 @@ def _renamed_versions(stored: Mapping[str, int], renamed: Mapping[str, str]) -> 
     return versions
 
 
+def count_frozen(state: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the bytes of the parameters of a state without gradient, and of all."""
+    modules = (value for value in state.values() if isinstance(value, nn.Module))
+    parameters = {id(one): one for module in modules for one in module.parameters()}.values()
+    sizes = [(one, sum(part.nbytes for part in plain_parts(one))) for one in parameters]
+    frozen = sum(nbytes for one, nbytes in sizes if not one.requires_grad)
+    return frozen, sum(nbytes for _, nbytes in sizes)
+
+
 def note_loaded(components: Iterable[object]) -> None:
     """Record the modules among these components as loaded."""
     _loaded.update(item for item in components if isinstance(item, nn.Module))
