@@ -7,14 +7,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from holdfast.errors import MismatchError
+import holdfast
+from holdfast.errors import MismatchError, UsageError
 from holdfast.interop.exporting.export import export_checkpoint
+from holdfast.interop.opening import open_source
 from holdfast.state.leaves import plain_parts
-from qlora import QLoRA, logits_of, make_base, make_run
+from qlora import QLoRA, Texts, logits_of, make_base, make_run
 from quantized import bits_in
 
 FIXED_NBYTES, NBYTES_OF_TENSOR = 32 << 10, 320
@@ -59,6 +62,58 @@ def test_a_checkpoint_is_the_adapter_with_its_moments_and_opens_in_peft(tmp_path
     export_checkpoint(tmp_path / "run", tmp_path / "out", to="peft", config=tmp_path / "config")
     opened = PeftModel.from_pretrained(make_base(), tmp_path / "out")
     assert torch.equal(logits_of(opened), second.logits())
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_one_base_are_trained_in_turn_and_exported_by_name(tmp_path: Path) -> None:
+    """An inactive adapter is frozen, and of no base: it is saved, whatever was trained of it."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    def make(seed: int) -> tuple[Any, torch.optim.Optimizer]:
+        base = make_base()
+        torch.manual_seed(seed)  # adapters that are not seeded alike in each session
+        config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
+        model = get_peft_model(base, config, adapter_name="first")
+        model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+        marks = (".first.", ".second.")
+        parts = [one for name, one in model.named_parameters() if any(m in name for m in marks)]
+        return model, torch.optim.SGD(parts, lr=0.5)
+
+    def session(seed: int, steps: dict[int, str]) -> Any:
+        model, optimizer = make(seed)
+        state = {"model": model, "optimizer": optimizer}
+        with holdfast.CheckpointManager(tmp_path / "run", state, frozen="by digest") as manager:
+            manager.resume()
+            for step, active in steps.items():
+                model.set_adapter(active)
+                batch = Texts()[step][None]
+                model(input_ids=batch, labels=batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                manager.save(step, wait=True)
+        return model
+
+    before = session(0, {1: "first", 2: "second"})
+    after = session(1, {})
+    assert bits_in(after) == bits_in(before)
+    with open_source(str(tmp_path / "run")) as source:
+        assert not any(
+            ".first." in one or ".second." in one for one in source.parts["model"].frozen
+        )
+        assert len(source.parts["model"].frozen) == 39
+    before.peft_config["first"].save_pretrained(tmp_path / "first")
+    with pytest.raises(UsageError, match="first, second"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", to="peft", config=tmp_path / "first")
+    for name in ("first", "second"):
+        before.peft_config[name].save_pretrained(tmp_path / name)
+        out = tmp_path / f"out-{name}"
+        export_checkpoint(tmp_path / "run", out, to="peft", config=tmp_path / name, adapter=name)
+        before.set_adapter(name)
+        opened = PeftModel.from_pretrained(make_base(), out)
+        assert torch.equal(logits_of(opened), logits_of(before))
+    with pytest.raises(UsageError, match="merge_and_unload"):
+        export_checkpoint(tmp_path / "run", tmp_path / "merged", to="hf")
 
 
 @pytest.mark.long

@@ -17,6 +17,8 @@ from holdfast.errors import MismatchError, UsageError
 from holdfast.events import Event
 from holdfast.format.manifest import Manifest, decode_register
 from holdfast.interop.comparing.differences import compare_sources
+from holdfast.interop.dcp import export_folder
+from holdfast.interop.exporting.export import export_checkpoint
 from holdfast.interop.opening import open_source
 from holdfast.saving import script_warnings
 from holdfast.state.leaves import plain_parts
@@ -371,10 +373,10 @@ def test_tools_name_what_they_lack(tmp_path: Path) -> None:
     assert {*holdfast.load_weights(tmp_path, skip=["model.*.base"])} == {
         name for name in state["model"].state_dict() if ".base." not in name
     }
-    from holdfast.interop.exporting.export import export_checkpoint
-
     with pytest.raises(UsageError, match=r"4 frozen parameters.*digest"):
         export_checkpoint(tmp_path, tmp_path / "out", to="safetensors", components=["model"])
+    with pytest.raises(UsageError, match="digest"):
+        export_folder(tmp_path, tmp_path / "dcp")
     exported = export_checkpoint(
         tmp_path, tmp_path / "out", to="safetensors", components=["model"], allow_loss=True
     )

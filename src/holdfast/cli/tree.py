@@ -29,7 +29,7 @@ from holdfast.format.nodes import ArrayRef, GeneratorState, SubclassRef, TensorR
 from holdfast.interop.comparing.pairs import describe_spec
 from holdfast.interop.comparing.trees import format_value
 from holdfast.interop.lazy import LazyTensor
-from holdfast.interop.source import LeftOut, Source, SourceComponent
+from holdfast.interop.source import LeftOut, Source, SourceComponent, lost_parameters
 
 
 class TensorLine(msgspec.Struct, frozen=True):
@@ -109,12 +109,17 @@ def show_tree(source: str, *, depth: int | None, components: Collection[str]) ->
             format=opened.format,
             step=opened.step,
             components=tuple(_describe_component(opened, name) for name in names),
-            left_out=tuple(opened.left_out),
+            left_out=(*opened.left_out, *lost_parameters(opened, names)),
         )
         step = "" if opened.step is None else f", step {opened.step}"
         parts: list[str | TextTable] = [f"{opened.url}  ({opened.format}{step})"]
         parts.append(_make_tree_table(opened, names, depth))
         parts += [f"not carried over: {one.path}: {one.why}" for one in opened.left_out]
+        parts += [
+            f"{name}: {len(frozen)} frozen parameters have only digests"
+            for name in names
+            if (frozen := opened.parts[name].frozen)
+        ]
     return Answer(document=answer, parts=parts)
 
 

@@ -99,7 +99,8 @@ def export_folder(
     in them; `unsafe_pickle` writes them.
 
     Raises:
-        UsageError: the folder exists and is not empty, or a value is a pickle.
+        UsageError: the folder exists and is not empty, a value is a pickle, or parameters were
+            saved by digest.
         CorruptData: the checkpoint is damaged.
         StoreError: a file cannot be written.
     """
@@ -108,6 +109,13 @@ def export_folder(
     reader = HoldfastReader(source, encrypt=encrypt)
     try:
         state = reader.open()
+        parts = state.entry.manifest.components
+        if frozen := [name for name, part in parts.items() if part.frozen is not None]:
+            raise UsageError(
+                f"{state.entry.folder}: frozen parameters of {', '.join(frozen)} were saved by "
+                "digest, so the folder would lack them. Resume the run on its base, save a "
+                "checkpoint without frozen=, and export that"
+            )
         if not unsafe_pickle:
             refuse_pickles(
                 (item for item, _ in state.items.values()),
