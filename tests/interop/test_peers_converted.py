@@ -38,6 +38,7 @@ SAMPLES = [
     *PEERS.glob("dcp/one"),
     *folders("olmo/*"),
     *PEERS.glob("megatron/iter_*"),
+    *PEERS.glob("deepspeed/stage3"),
     *PEERS.glob("mindspore/plain.ckpt"),
     *PEERS.glob("cerebras/state.mdl"),
     *full(
@@ -74,6 +75,8 @@ def values(source: Source, component: str) -> Any:
 def in_order(tree: Any) -> Any:
     """An optimizer's state by order: some libraries have names in place of torch's numbers."""
     groups = [{**group, "params": len(group["params"])} for group in tree["param_groups"]]
+    for group in groups:
+        group.pop("param_names", None)  # which a run has in the names of the slots
     return [*tree["state"].values()], groups
 
 

@@ -13,6 +13,7 @@ from holdfast.interop.sources import (
     cerebras,
     checkpoint,
     dcpfolder,
+    deepspeed,
     huggingface,
     mindspore,
     safetensors,
@@ -53,6 +54,8 @@ def open_source(
 def _open_file(path: Path, key: bytes | None) -> Source:
     if dcpfolder.recognises(path):
         return dcpfolder.DcpSource(path)
+    if deepspeed.recognises(path):
+        return deepspeed.DeepSpeedFolder(path)
     if trainers.recognises(path):
         return trainers.TrainerFolder(path, open_source)
     if safetensors.recognises(path):

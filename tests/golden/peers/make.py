@@ -32,6 +32,20 @@ COMPOSER = (
     *("packaging", "importlib_metadata", "pyyaml", "zstandard", "lz4", "mosaicml-cli", "pillow"),
 )
 MEGATRON = (*TORCH, "packaging", "einops", "psutil")
+DEEPSPEED = (
+    *TORCH,
+    *(
+        "packaging",
+        "einops",
+        "psutil",
+        "hjson",
+        "msgpack",
+        "ninja",
+        "py-cpuinfo",
+        "pydantic",
+        "tqdm",
+    ),
+)
 
 MINDSPORE = ("mindspore==2.10.0", "numpy==2.4.6", "protobuf==7.36.2", "safetensors==0.8.0")
 CEREBRAS = ("cerebras-pytorch==2.10.0", "cerebras-appliance==2.10.0", "torch==2.4.0")
@@ -41,6 +55,7 @@ REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "olmo": OLMO,
     "composer": COMPOSER,
     "megatron": MEGATRON,
+    "deepspeed": DEEPSPEED,
     "mindspore": MINDSPORE,
     "cerebras": CEREBRAS,
 }
@@ -50,6 +65,7 @@ WITHOUT_DEPENDENCIES: dict[str, tuple[str, ...]] = {
     # They ask for a torch that is older than ours.
     "composer": ("mosaicml==0.32.1",),
     "megatron": ("megatron-core==0.16.1",),
+    "deepspeed": ("deepspeed==0.19.8",),
 }
 
 PEERS: dict[str, str] = {
@@ -63,6 +79,7 @@ PEERS: dict[str, str] = {
     "olmo": "olmo",
     "composer": "composer",
     "megatron": "megatron",
+    "deepspeed": "deepspeed",
     "mindspore": "mindspore",
     "cerebras": "cerebras",
 }

@@ -114,7 +114,7 @@ class DcpSource(ConvertedSource):
         with self._files.open_numbered(place.file) as file:
             region = Region(file, place.start, place.nbytes)
             value = read_saved(region, self._budget)
-        _anchor([value], place.file, place.start)
+        anchor_spans([value], place.file, place.start)
         return value
 
     @override
@@ -123,7 +123,7 @@ class DcpSource(ConvertedSource):
     ) -> None:
         if isinstance(place.data, _ChunkSpan):
             self._chunks.read_into(place.data.tensor, start, memory)
-        elif isinstance(place.data, _FileSpan):
+        elif isinstance(place.data, FileSpan):
             with self._files.open_numbered(place.data.file) as file:
                 gather_place(file, spec, place, start, memory)
         else:
@@ -142,7 +142,7 @@ class _ChunkSpan(Span):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _FileSpan(Span):
+class FileSpan(Span):
     """Bytes of one of the folder's files."""
 
     file: int
@@ -169,7 +169,7 @@ def _view(tensor: ChunkedTensor) -> TensorView:
     return TensorView(storage, tensor.dtype, 0, tensor.shape, row_major(tensor.shape))
 
 
-def _anchor(values: Iterable[Any], file: int, start: int) -> None:
+def anchor_spans(values: Iterable[Any], file: int, start: int) -> None:
     """Convert the positions of tensors and arrays in an item to positions in its file."""
     waiting, seen = [*values], set()
     while waiting:
@@ -189,7 +189,7 @@ def _anchor(values: Iterable[Any], file: int, start: int) -> None:
         elif isinstance(value, Storage | ArrayValue):
             data = value.data
             if isinstance(data, Span):
-                value.data = _FileSpan(start=start + data.start, nbytes=data.nbytes, file=file)
+                value.data = FileSpan(start=start + data.start, nbytes=data.nbytes, file=file)
         else:
             continue
         seen.add(id(value))
