@@ -79,9 +79,9 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 103_930, _SMALLER, reason="state in hooks, closures and objects"),
+    Limit("lines of src", 104_150, _SMALLER, reason="prefetchers, resized tensors"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 59_880, _SMALLER, reason="state in hooks, closures and objects"),
+    Limit("lines of the core", 60_050, _SMALLER, reason="prefetchers, resized tensors"),
     Limit(
         "modules",
         394,
