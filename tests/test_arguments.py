@@ -142,6 +142,7 @@ _RECORD: dict[str, Wrong] = {
     "memory_budget": (1, "x", [3], 1e12),
     "compress": (3, "zip"),
     "encrypt": (3, "key"),
+    "frozen": ("x", 3, True),
     "root": (3, ["x"]),
     "overlap": (3, "x"),
     "sinks": (3, None, [3], "x", [dict]),
