@@ -105,7 +105,7 @@ WEIGHTS: Mapping[str, Callable[[], nn.Module]] = {
         "Linear4bit", compute_dtype=torch.float32, quant_type="nf4"
     ),
     "bitsandbytes Linear8bitLt": lambda: make_bitsandbytes("Linear8bitLt", has_fp16_weights=False),
-    "a sparse buffer": make_sparse,
+    "sparse buffer": make_sparse,
 }
 
 

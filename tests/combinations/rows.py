@@ -181,7 +181,7 @@ ROWS: tuple[Row, ...] = (
     Row("float32", "pytorch_optimizer AdamMini"),
     Row("float32", "pytorch_optimizer ScalableShampoo", refused="PreConditioner is not a type"),
     Row("float32", "pytorch_optimizer Conda", refused="GaLoreProjector is not a type"),
-    Row("a sparse buffer", "torch AdamW", refused="layout torch.sparse_coo"),
+    Row("sparse buffer", "torch AdamW", refused="layout torch.sparse_coo"),
     # Others, only in `make test-full`.
     Row("float32", "torch AdamW", ("torch.compile inductor",)),
     Row("float32", "torch AdamW", ("LoRA", "EMA", "GradScaler")),

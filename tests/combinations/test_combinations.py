@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bridges import forks
+from combinations.page import PAGE, filled
 from combinations.parts import OPTIMIZERS, WEIGHTS, WRAPPERS
 from combinations.rows import ROWS, Row, compiles, train
 
@@ -96,3 +97,10 @@ def expect_refusal(row: Row, root: Path, num_ranks: int) -> None:
     assert found["class"] == "UnsupportedState"
     assert found["batches"] <= 1
     assert found["checkpoints"] == 0
+
+
+def test_the_page_lists_the_rows() -> None:
+    """Run `PYTHONPATH=.:tests python -m combinations.page` after a change of the rows."""
+    page = PAGE.read_text("utf-8")
+    assert page == filled(page)
+    assert "torchao" in page
