@@ -167,15 +167,6 @@ def of_library(library: str, name: str, **options: Any) -> Plan:
     return Plan(lambda model: getattr(import_module(library), name)([*trained(model)], **options))
 
 
-def of_bitsandbytes(name: str, **options: Any) -> Plan:
-    def make(model: nn.Module) -> Optimizer:
-        made = getattr(import_module("bitsandbytes.optim"), name)([*trained(model)], **options)
-        made.not_state = ("initialized",)  # False until the first step has looked at the devices
-        return made
-
-    return Plan(make)
-
-
 def trained(model: nn.Module) -> Iterator[nn.Parameter]:
     return (one for one in model.parameters() if one.requires_grad)
 
@@ -210,7 +201,8 @@ def make_muon(library: str, model: nn.Module) -> Optimizer:
     return import_module(library).Muon(groups, lr=0.01)
 
 
-_TORCH, _AO, _OTHER = "torch.optim", "torchao.optim", "pytorch_optimizer"
+_TORCH, _AO, _BITS = "torch.optim", "torchao.optim", "bitsandbytes.optim"
+_OTHER = "pytorch_optimizer"
 OPTIMIZERS: Mapping[str, Plan] = {
     "torch AdamW": of_library(_TORCH, "AdamW", lr=0.01),
     "torch AdamW foreach": of_library(_TORCH, "AdamW", lr=0.01, foreach=True),
@@ -222,10 +214,10 @@ OPTIMIZERS: Mapping[str, Plan] = {
     "torchao AdamW8bit": of_library(_AO, "AdamW8bit"),
     "torchao AdamW4bit": of_library(_AO, "AdamW4bit"),
     "torchao AdamWFp8": of_library(_AO, "AdamWFp8"),
-    "bitsandbytes AdamW8bit": of_bitsandbytes("AdamW8bit"),
-    "bitsandbytes PagedAdamW8bit": of_bitsandbytes("PagedAdamW8bit"),
-    "bitsandbytes Lion8bit": of_bitsandbytes("Lion8bit", lr=0.01),
-    "bitsandbytes AdEMAMix8bit": of_bitsandbytes("AdEMAMix8bit"),
+    "bitsandbytes AdamW8bit": of_library(_BITS, "AdamW8bit"),
+    "bitsandbytes PagedAdamW8bit": of_library(_BITS, "PagedAdamW8bit"),
+    "bitsandbytes Lion8bit": of_library(_BITS, "Lion8bit", lr=0.01),
+    "bitsandbytes AdEMAMix8bit": of_library(_BITS, "AdEMAMix8bit"),
     "schedulefree AdamW": Plan(partial(make_schedule_free, "AdamWScheduleFree")),
     "schedulefree SGD": Plan(partial(make_schedule_free, "SGDScheduleFree")),
     "schedulefree RAdam": Plan(partial(make_schedule_free, "RAdamScheduleFree")),

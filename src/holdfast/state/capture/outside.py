@@ -55,6 +55,8 @@ _OF_SIZES = frozenset(
 )
 _OF_MESSAGES = frozenset({"warn", "warned", "logged", "printed"})
 """Words in the names of sizes that a forward pass notes, and of what was said once."""
+_NO_STATE = {"bitsandbytes": frozenset({"initialized"})}
+"""Attributes of other libraries that each process computes again, by top package."""
 _HOOKS = (
     *("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"),
     *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
@@ -287,7 +289,8 @@ def _members(owner: Any) -> Iterator[tuple[str, Any]]:
         names = {name for some in slots for name in ([some] if isinstance(some, str) else some)}
         found = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
         found = {**getattr(owner, "__dict__", {}), **found}
-        declared = _declared(owner)
+        package = type(owner).__module__.partition(".")[0]
+        declared = {*_declared(owner), *_NO_STATE.get(package, ())}
         yield from ((name, one) for name, one in found.items() if name not in declared)
 
 
