@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -104,25 +104,23 @@ def find_last(callback: type[Any]) -> None:
     def parse(connector: Any, state_fn: Any, ckpt_path: Any, *args: Any, **options: Any) -> Any:
         others = [*connector.trainer.checkpoint_callbacks]
         ours = next((one for one in others if isinstance(one, callback)), None)
-
-        def ask_lightning() -> Any:
-            return original(connector, state_fn, ckpt_path, *args, **options)
-
-        if ours is None:
-            return ask_lightning()
-        if ckpt_path in ("last", "best"):
-            is_fit = state_fn.value == "fit"
-            ours.chosen_path = _find_named(ours, others, ckpt_path, is_fit, ask_lightning)
-        else:
-            ours.chosen_path = ask_lightning()
-        return ours.chosen_path
+        path = _NOT_OURS
+        if ours is not None and ckpt_path in ("last", "best"):
+            path = _find_named(ours, others, ckpt_path, state_fn.value == "fit")
+        if path is _NOT_OURS:
+            path = original(connector, state_fn, ckpt_path, *args, **options)
+        if ours is not None:
+            ours.chosen_path = path
+        return path
 
     connector_class._parse_ckpt_path = parse
 
 
-def _find_named(
-    ours: Any, others: list[Any], name: str, is_fit: bool, ask_lightning: Callable[[], Any]
-) -> Any:
+_NOT_OURS: Any = object()
+"""Stands for a path that Lightning's own callbacks know."""
+
+
+def _find_named(ours: Any, others: list[Any], name: str, is_fit: bool) -> Any:
     path = ours.best_model_path if name == "best" else ours.last_model_path
     if path or (name == "last" and is_fit):
         return path or None  # a fit begins the run
@@ -130,7 +128,7 @@ def _find_named(
     if theirs and name == "best":
         return theirs[0]  # Lightning asks the first callback alone, which may be ours
     if theirs:
-        return ask_lightning()
+        return _NOT_OURS
     lack = "no checkpoint" if name == "last" else _NO_BEST
     raise UsageError(f"ckpt_path={name!r}: {ours.checkpoints.root} has {lack}")
 
