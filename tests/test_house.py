@@ -79,9 +79,9 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 104_706, _SMALLER, reason="prefetchers, resized tensors"),
+    Limit("lines of src", 104_822, _SMALLER, reason="prefetchers, resized tensors"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 60_090, _SMALLER, reason="prefetchers, resized tensors"),
+    Limit("lines of the core", 60_100, _SMALLER, reason="prefetchers, resized tensors"),
     Limit(
         "modules",
         395,
