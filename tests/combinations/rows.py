@@ -38,6 +38,9 @@ class Row:
     refused: str = ""
     """Words of the error at the start; empty: killed runs end with the undisturbed run's bits."""
 
+    ranks: tuple[int, ...] = (1, 2, 3)
+    """Numbers of ranks on which the libraries themselves train it, if it needs a group."""
+
     @property
     def needs_group(self) -> bool:
         return any(name in GROUPED for name in self.wrappers)
@@ -208,12 +211,12 @@ ROWS: tuple[Row, ...] = (
     Row("float32", "torchao AdamWFp8", ("FSDP2",)),
     Row("float32", "schedulefree AdamW", ("FSDP2",)),
     Row("float32", "pytorch_optimizer Lion", ("FSDP2",)),
-    Row("float32", "pytorch_optimizer Prodigy", ("FSDP2",)),
     Row("float32", "torch AdamW", ("LoRA", "FSDP2")),
     Row("torchao float8 training", "torchao AdamW8bit", ("FSDP2",)),
     Row("bitsandbytes Linear4bit", "torch AdamW", ("LoRA", "FSDP2")),
-    Row("torchao NF4", "torchao AdamW8bit", ("LoRA", "FSDP2"), refused="a tensor subclass"),
-    Row("torchao int8 training", "torch AdamW", ("FSDP2",), refused="a tensor subclass"),
+    Row("torchao NF4", "torchao AdamW8bit", ("LoRA", "FSDP2"), ranks=(2, 3)),
+    Row("torchao int8 training", "torch AdamW", ("FSDP2",)),
+    Row("torchao BitNet training", "torchao AdamW8bit", ("FSDP2",)),
     Row("float32", "pytorch_optimizer SOAP", ("DDP", "EMA")),
     Row("bitsandbytes Linear4bit", "bitsandbytes AdamW8bit", ("LoRA", "DDP")),
 )
