@@ -255,7 +255,7 @@ def _read_tensors(
     if digests:
         raise UsageError(
             f"{source.url}: {len(digests)} frozen parameters were saved by digest, such as "
-            f"{digests[0]}. Pass a model that has their values, or leave them out with skip=[…]"
+            f"{digests[0]}. Pass a model that is made on the same base, or omit them with skip=[…]"
         )
     if lost:
         raise UsageError(

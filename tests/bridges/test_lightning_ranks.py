@@ -259,7 +259,7 @@ def test_lightnings_own_words_for_checkpoints_work_under_fsdp2(tmp_path: Path) -
 def mistake(root: Path, say: forks.Say) -> dict[str, Any]:
     """Give the parts of one model other data."""
     made = make("tensor parallel", HoldfastCheckpoint(root))
-    with pytest.raises(UsageError, match="mesh data_parallel gives it that of rank 0 of 1"):
+    with pytest.raises(UsageError, match="rank 0 of 1"):
         made.fit(Sharded(), Loader(Rows(), 2))
     return {}
 

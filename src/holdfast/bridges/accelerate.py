@@ -27,9 +27,9 @@ _SUPPORTED = "1.2 to 1.15"
 
 _FRAMEWORK = "accelerate"
 _REFUSED = {
-    "FSDP": "FSDP1 shards parameters under one name; set fsdp_version=2",
-    "DEEPSPEED": "its engine owns the optimizer; use FSDP2 (fsdp_version=2), or DDP for ZeRO-1 "
-    "and ZeRO-2 models that fit on each rank",
+    "FSDP": "FSDP1 is not supported; set fsdp_version=2",
+    "DEEPSPEED": "its engine owns the optimizer state; use FSDP2 (fsdp_version=2), or DDP if the "
+    "model and its optimizer state fit on each rank",
 }
 """Ways of running that Accelerate has besides torch's modules, DDP and FSDP2, and what to do."""
 
@@ -110,7 +110,7 @@ def agree_on_data(accelerator: Accelerator, data: Any) -> None:
     if size > 1 and found is not None and found.world_size != expected:
         raise UsageError(
             f"data: batches are divided among {found.world_size} ranks, and {size} ranks hold one "
-            f"replica: give the Loader ranks=DataRanks(rank // {size}, {expected})"
+            f"replica: pass ranks=DataRanks(rank // {size}, {expected}) to the Loader"
         )
     if accelerator.num_processes > 1 and hasattr(data, "description"):
         data.description = broadcast_object_list([data.description])[0]

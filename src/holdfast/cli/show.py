@@ -155,7 +155,7 @@ def _format_checkpoint(shown: Shown, manifest: Manifest) -> list[str | TextTable
         "saved without": ", ".join(shown.left_out),
         "by digest": "; ".join(
             f"{name}: {part.frozen.num_tensors} frozen parameters "
-            f"({format_nbytes(part.frozen.nbytes)}) that are not in it"
+            f"({format_nbytes(part.frozen.nbytes)}), only their digests are stored"
             for name, part in manifest.components.items()
             if part.frozen is not None
         ),

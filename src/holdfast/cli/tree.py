@@ -116,7 +116,7 @@ def show_tree(source: str, *, depth: int | None, components: Collection[str]) ->
         parts.append(_make_tree_table(opened, names, depth))
         parts += [f"not carried over: {one.path}: {one.why}" for one in opened.left_out]
         parts += [
-            f"{name}: {len(frozen)} frozen parameters have only digests"
+            f"{name}: {len(frozen)} frozen parameters, only their digests are stored"
             for name in names
             if (frozen := opened.parts[name].frozen)
         ]

@@ -285,10 +285,10 @@ class Feed(ABC):
             for item in prefetcher:
                 if ahead is not self._ahead or ahead.is_early or not ahead.held:
                     raise UsageError(
-                        f"iterate_through: the position of the {self._name} is not known, as this "
-                        "prefetcher took batches before it was iterated over, yields more items "
-                        "than it takes batches, or another one was begun. Make it in a generator "
-                        "function, and pass the generator"
+                        f"iterate_through: the position of the {self._name} is unknown, as this "
+                        "prefetcher took batches before it was iterated over, yielded more items "
+                        "than it took batches, or a later iteration has started. Write it as a "
+                        "generator function, and pass a new generator for each iteration"
                     )
                 ahead.yielded = ahead.held.popleft()
                 self._warn_of_thread(ahead)
@@ -301,8 +301,8 @@ class Feed(ABC):
                 self._taking.finish_iteration()
                 if len(ahead.held) > 1:
                     logger.warning(
-                        "iterate_through: the prefetcher has taken %d batches that it did not "
-                        "yield; if it makes one item of several batches, a resume repeats some",
+                        "iterate_through: the prefetcher took %d batches that it did not yield. It "
+                        "must yield one item per batch, or a resume repeats some",
                         len(ahead.held),
                     )
             elif ahead is self._ahead:
@@ -312,8 +312,8 @@ class Feed(ABC):
         if ahead.is_threaded and not self.num_workers and not self._has_warned_of_thread:
             self._has_warned_of_thread = True
             logger.warning(
-                "the %s is read in a thread beside the training, and seeds the global generators "
-                "for each batch, so the random numbers in it are not exact: pass num_workers=1",
+                "a prefetcher reads the %s in a thread, which seeds the global random generators "
+                "for each batch. A resume is then not exact: pass num_workers=1 to the loader",
                 self._name,
             )
 

@@ -99,8 +99,8 @@ class ScriptWarnings:
                 self._emit(
                     "frozen",
                     f"{self._url}: {frozen / 2**30:.1f} GiB of each checkpoint are parameters "
-                    'without gradient. If the script makes the same at each start, frozen="by '
-                    'digest" leaves them out (docs/saving.md)',
+                    "without gradient. If the script loads the same values at each start, "
+                    'frozen="by digest" saves only their digests (docs/saving.md)',
                 )
             return
         new = {name: why for name, why in written.items() if name not in self._written}
@@ -110,7 +110,7 @@ class ScriptWarnings:
             self._emit(
                 "warning",
                 f'{self._url}: frozen="by digest": {len(new)} parameters without gradient are '
-                f"saved, not recorded by digest: {shown}",
+                f"saved in full, not by digest: {shown}",
             )
 
     def of_lacks(self) -> None:
@@ -246,7 +246,7 @@ class ScriptWarnings:
 READ_AHEAD = (
     ". The loop or a wrapper around the loader, such as a prefetcher, holds them in hand, and a "
     "resume skips them. Let the loader's workers read ahead (num_workers=, prefetch_factor=), or "
-    "iterate over data.iterate_through(prefetcher), which counts yielded ones (docs/data.md)"
+    "iterate over data.iterate_through(prefetcher), which counts yielded batches (docs/data.md)"
 )
 
 

@@ -29,6 +29,7 @@ _ENTRIES = {
 _PACKED = "weight.quant_state.bitsandbytes__"
 _OFFSET = "nested_offset"
 _LIMITS = {"max_nbytes": 1 << 16, "max_values": 1000}
+_DIFFERS = "differs from the checkpoint. Quantize the live layer as the saved one"
 
 
 def read_layers(
@@ -73,7 +74,7 @@ def match_settings(
     """
     if _PACKED not in path:
         if stored.dtype != live.dtype or not torch.equal(stored, live.cpu()):
-            raise MismatchError("the checkpoint", hint=f"{path}: not the values of the live layer")
+            raise MismatchError("the checkpoint", hint=f"{path} {_DIFFERS}")
         return None
     ours, theirs = _unpack(path, live), _unpack(path, stored)
     offset = theirs.pop(_OFFSET, None)
@@ -81,18 +82,18 @@ def match_settings(
     for name in {**theirs, **ours}:
         sides = [one.get(name, "absent") for one in (theirs, ours)]
         if repr(sides[0]) != repr(sides[1]):
-            hint = f"{path}: {name}: stored {sides[0]!r:.80}, live {sides[1]!r:.80}"
+            hint = f"{path}: {name}: stored {sides[0]!r:.80}, live {sides[1]!r:.80}; {_DIFFERS}"
             raise MismatchError("the checkpoint", hint=hint)
     if is_nested != isinstance(offset, int | float) or is_nested != (number is not None):
-        raise MismatchError("the checkpoint", hint=f"{path}: {_OFFSET} is only on one side")
+        raise MismatchError("the checkpoint", hint=f"{path}: {_OFFSET} {_DIFFERS}")
     return None if number is None else (number, torch.full_like(number, offset, device="cpu"))
 
 
 def _unpack(path: str, packed: Tensor) -> dict[str, Any]:
     if packed.dtype is not torch.uint8 or packed.dim() != 1:
-        raise FormatError(f"{path}: not the packed settings of a layer")
+        raise FormatError(f"{path}: expected the packed settings of a layer, as JSON")
     data = bytes(packed.detach().cpu().contiguous().numpy())
     found = strictjson.loads(data, what=path, **_LIMITS)
     if not isinstance(found, dict):
-        raise FormatError(f"{path}: not the packed settings of a layer")
+        raise FormatError(f"{path}: expected the packed settings of a layer, as JSON")
     return found

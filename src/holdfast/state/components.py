@@ -53,7 +53,7 @@ _PARALLEL = (DataParallel, DistributedDataParallel)
 
 _FSDP = "torch.distributed.fsdp"
 _PARTS = (
-    "is not supported, as each rank has other parts of the parameters and moments under one name"
+    "is not supported: ranks hold different parts of parameters and moments under the same names"
 )
 _FSDP1 = f"FullyShardedDataParallel (FSDP1) {_PARTS}. Use torch.distributed.fsdp.fully_shard"
 _DEEPSPEED = (

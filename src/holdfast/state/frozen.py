@@ -174,8 +174,8 @@ def find_differences(
         return None
     shown = shortened([f"{name} ({how})" for name, how in found.items()])
     return (
-        f"{component}: {len(found)} of {len(recorded)} frozen parameters, of which the checkpoint "
-        f"has only digests, are not those of the base that the run was trained with: {shown}"
+        f"{component}: {len(found)} of {len(recorded)} frozen parameters, saved by digest, "
+        f"differ from the base model that the run was trained on: {shown}"
     )
 
 
@@ -250,7 +250,7 @@ class FrozenParameters:
         if is_dtensor(parameter):
             return "a DTensor, of which each rank holds a part"
         if parameter not in self._base:
-            return refusal(parameter) or "made after the manager"
+            return refusal(parameter) or "created after the manager"
         return None
 
     def _iterate_parameters(self) -> Iterator[tuple[str, str, Tensor]]:

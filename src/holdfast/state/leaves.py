@@ -171,7 +171,7 @@ def _simplify_value(value: Any, local: list[int], whole: list[int]) -> Any:
 def _check_key(key: object) -> object:
     if isinstance(key, str | int | Enum):
         return key
-    raise ValueError(f"a key of the type {type(key).__qualname__}")
+    raise ValueError(f"a key of type {type(key).__qualname__}")
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:

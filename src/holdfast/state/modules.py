@@ -64,8 +64,8 @@ _Inners: TypeAlias = Sequence[tuple[str, nn.Module]]
 _loaded: WeakSet[nn.Module] = WeakSet()
 """Modules that a checkpoint was loaded into, so that training does not reset them."""
 _OTHER_BASE = (
-    "Load the base that the run was trained with before the checkpoint; what is initialised at "
-    "random needs a seed. To load the checkpoint on this one all the same, pass strict=False"
+    "Load the same base model before the checkpoint, and seed layers that are initialized at "
+    "random. To load the checkpoint on this base anyway, pass strict=False"
 )
 _COLLISION = "two entries have this name once wrapper prefixes are stripped"
 

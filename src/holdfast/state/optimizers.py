@@ -37,8 +37,8 @@ _NOT_OPTIONS = frozenset({"params", "param_names"})
 _GROUPS = "param_groups"
 _MODE = "train_mode"
 TRAINING_WEIGHTS = (
-    "saved while the schedule-free optimizer was in train mode, so these are the weights that it "
-    "trains on, and not their average. For that, call optimizer.eval() before the save"
+    "saved while the schedule-free optimizer was in train mode, so these weights are not the "
+    "average, which is used for evaluation. Call optimizer.eval() before such a save"
 )
 _CPU = torch.device("cpu")
 _NOT_RESIZED = {
@@ -370,8 +370,8 @@ class OptimizerPlan(LoadPlan):
                 self._templates[name, slot] = live[slot]
             else:
                 problems.other.append(
-                    f"{path}: stored as the tensor subclass {ref.type[:80]}, and a trial step of "
-                    f"{type(optimizer).__name__} makes no such slot{advice}. Make one optimizer "
+                    f"{path}: stored as the tensor subclass {ref.type[:80]}, but a trial step of "
+                    f"{type(optimizer).__name__} created no such slot{advice}. Run one optimizer "
                     "step before the load"
                 )
 

@@ -33,8 +33,8 @@ _DIMENSIONS = {"rows": 0, "columns": 1}
 RESIZABLE = frozenset({"F16", "BF16", "F32", "F64", "C32", "C64", "C128"})
 """Dtypes of tensors of modules and optimizers that can be resized; others may be quantized."""
 _QUANTIZED = (
-    "quantized, so its values depend on others, and it cannot be resized. Resize the model before "
-    "it is quantized, or use edit_load"
+    "a quantized tensor cannot be resized. Resize the model before it is quantized, or use "
+    "edit_load"
 )
 _CLOSE = 0.5
 """A slot within this relative distance of its weight is taken for a copy of it."""
@@ -115,8 +115,8 @@ def _parse_dimension(entry: str, given: object) -> int:
     dim = _DIMENSIONS.get(given) if isinstance(given, str) else given
     if not isinstance(dim, int) or isinstance(dim, bool) or dim < 0:
         raise UsageError(
-            f'resize: {entry!r}: {given!r}: must be "rows" (dimension 0), "columns" (dimension 1) '
-            "or the number of a dimension"
+            f'resize: {entry!r}: the dimension must be "rows" (0), "columns" (1) or a number, not '
+            f"{given!r}"
         )
     return dim
 
@@ -147,7 +147,7 @@ class Resizing:
     def list_idle(self, unseen: Collection[str]) -> list[str]:
         """List a message for the entries whose tensors all fit as they are."""
         idle = [entry for entry in self._idle if not self._patterns[entry].unmatched(unseen)]
-        text = f"resize: {idle}: nothing was resized, as the shapes are equal: remove the argument"
+        text = f"resize: {idle}: the shapes are equal already, so remove the argument"
         return [text] if idle else []
 
     def list_unresized(self) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
@@ -188,14 +188,14 @@ class Resizing:
             if first is not None:
                 if identity(first.live) != identity(leaf):
                     self.refused.append(
-                        f"{first.path} and {path}: one tensor when saved, two here, so new rows "
-                        "would not be determined. Tie them, or resize them in edit_load"
+                        f"{first.path} and {path}: tied when saved, but not in the live model, so "
+                        "new rows have two values. Tie them, or resize them in edit_load"
                     )
             elif spec.dtype not in RESIZABLE:
                 self.refused.append(f"{path}: {_QUANTIZED}")
             elif isinstance(leaf, nn.Parameter) and is_trained and not leaf.requires_grad:
                 self.refused.append(
-                    f"{path}: frozen, so new rows would never be trained. Call requires_grad_() "
+                    f"{path}: is frozen, so new rows would not be trained. Call requires_grad_() "
                     "before the load, or use edit_load"
                 )
             else:
@@ -231,9 +231,9 @@ class Resizing:
                 )
             elif math.prod(found) > 1:
                 self.refused.append(
-                    f"{path}: {[*found]} of a parameter {[*before]} cannot be resized, as it is "
-                    "factored, quantized or in blocks. Use edit_load, or load without it in "
-                    f"another root: load(skip=[{at!r}])"
+                    f"{path}: {[*found]} for a parameter {[*before]} cannot be resized, as it is "
+                    "factored, quantized or in blocks. Use edit_load, or load without it, and "
+                    f"continue in another root: load(skip=[{at!r}])"
                 )
         return shape
 

@@ -295,7 +295,7 @@ class Problems:
             way = f"to grow or cut the stored ones, pass resize={resize}; else " if resize else ""
             hints.append(
                 f"parameters of other shapes cannot be loaded: {way}make the model as it was "
-                "saved, or start a run in another root from what fits, by load or load_weights "
+                "saved, or start a run in another root without them, by load or load_weights "
                 f"with skip={skip or '[…]'} (docs/loading.md)"
             )
         return "\n".join([found, *hints] if found else hints)

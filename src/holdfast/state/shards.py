@@ -232,7 +232,7 @@ def shards_of_inner(outer: DTensor, inner: Tensor) -> LocalShards | Refused:
     coordinate = mesh.get_coordinate()
     dims = {split.dim for split in splits if mesh.shape[split.over] > 1}
     if coordinate is None or 0 in outer._local_tensor.shape:
-        return Refused("a tensor subclass of which this rank holds no elements cannot be saved")
+        return Refused("a tensor subclass needs elements on every rank; shard it over fewer ranks")
     whole = [[(0, size)] for size in sizes]
     spans = spans_of(shape, mesh.shape, coordinate, splits)
     local = outer._local_tensor.shape
@@ -245,7 +245,7 @@ def shards_of_inner(outer: DTensor, inner: Tensor) -> LocalShards | Refused:
         for one in product(*map(range, mesh.shape))
     }
     if dims != {0} or not all(len(of_rank) == 1 for of_rank in every):
-        return Refused(f"its shape {list(sizes)} is not cut as the tensor is, {outer.placements}")
+        return Refused(f"its shape {list(sizes)} does not follow the placements {outer.placements}")
     parts, row = sorted(of_rank[0] for of_rank in every), math.prod(shape[1:])
     (own,) = spans[0]
     ratio = Fraction(sizes[0], (own[1] - own[0]) * row)

@@ -531,7 +531,7 @@ def check_fit(ref: TensorRef, stored: Tensor) -> None:
 def rebuilt(live: Any, node: SubclassRef, tensors: Mapping[str, Tensor]) -> Tensor:
     """Make a subclass with the class and context of `live`, and the stored inner tensors."""
     if is_dtensor(live):
-        raise FormatError(f"a DTensor of a {node.type[:80]} cannot be made; use fully_shard alone")
+        raise FormatError(f"cannot make a DTensor of {node.type[:80]}; use fully_shard alone")
     inner: dict[str, Tensor] = {}
     for name, part in node.tensors.items():
         like = getattr(live, name)

@@ -78,8 +78,8 @@ def check_trainer(trainer: Any) -> None:
     kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     if not isinstance(trainer.strategy, _STRATEGIES) or _UNSUPPORTED.intersection(kinds):
         wrong.append(
-            f"{kinds[0]} is not supported: use ModelParallelStrategy, with fully_shard in "
-            "configure_model, DDPStrategy, or a single device"
+            f"{kinds[0]} is not supported: use ModelParallelStrategy (with fully_shard in "
+            "configure_model), DDPStrategy or a single device"
         )
     if trainer.reload_dataloaders_every_n_epochs:
         wrong.append("reload_dataloaders_every_n_epochs: a new loader has no position; leave it 0")
@@ -201,12 +201,12 @@ def _check_ranks(trainer: Any, loaders: list[Any]) -> None:
         found = getattr(loader, "ranks", expected)
         if found != expected:
             raise UsageError(
-                f"{type(loader).__name__}: this process takes the part of rank {found.rank} of "
-                f"{found.world_size}, and the strategy's mesh data_parallel gives it that of rank "
-                f"{expected.rank} of {expected.world_size}. For FSDP2, give ModelParallelStrategy "
-                "the number of ranks as data_parallel_size, and tensor_parallel_size=1; for tensor "
-                "parallelism, make the Loader in train_dataloader, with "
-                "ranks=DataRanks(mesh.get_local_rank(), mesh.size()) of that mesh"
+                f"{type(loader).__name__}: it yields the batches of rank {found.rank} of "
+                f"{found.world_size}, but in the strategy's mesh data_parallel this process is "
+                f"rank {expected.rank} of {expected.world_size}. For FSDP2, pass "
+                "data_parallel_size=NUMBER_OF_RANKS and tensor_parallel_size=1 to "
+                "ModelParallelStrategy; for tensor parallelism, make the Loader in "
+                "train_dataloader, with ranks=DataRanks(mesh.get_local_rank(), mesh.size())"
             )
 
 

@@ -179,8 +179,8 @@ def loader_of(trainer: Any, given: Any) -> Loader:
         is_of_rank = num_ranks != trainer.accelerator.num_processes
         if is_of_rank or hasattr(batches, "num_replicas"):
             raise UsageError(
-                f"{type(batches).__name__} gives each rank its own batches: give `data=Loader("
-                "train_dataset, batch_sampler=…)`, with batches of all ranks"
+                f"{type(batches).__name__} makes separate batches for each rank: pass data=Loader("
+                "train_dataset, batch_sampler=…), whose batches hold the samples of all ranks"
             )
         return Loader(dataset, batch_sampler=JoinedBatches(batches, num_ranks), **options)
     sampler = batches.sampler
@@ -217,9 +217,9 @@ class JoinedBatches(Sampler[list[int]]):
             sizes = {len(part) for part in parts}
             if len(sizes) > 1:
                 raise UsageError(
-                    f"{type(self.sampler).__name__}: batches of {sorted(sizes)} samples for the "
-                    f"{self._num_ranks} ranks of a step: drop the last batch, or give `data=Loader("
-                    "train_dataset, batch_sampler=…)`, with batches of all ranks"
+                    f"{type(self.sampler).__name__}: in a step, {self._num_ranks} ranks would get "
+                    f"batches of different sizes, {sorted(sizes)}: drop the last batch, or pass "
+                    "data=Loader(train_dataset, batch_sampler=…) with batches for all ranks"
                 )
             yield [index for part in parts for index in part]
 

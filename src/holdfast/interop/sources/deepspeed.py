@@ -126,8 +126,8 @@ class DeepSpeedFolder(ConvertedSource):
         known = [name for name in others if _MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)]
         if len(known) < len(others) or any(int(match[2]) for match in matches):
             raise FormatError(
-                f"{self.url}: its model is in parts by tensor, pipeline or expert parallelism. "
-                "Join them by ds_to_universal of DeepSpeed, and import the folder that it makes"
+                f"{self.url}: the model is divided by tensor, pipeline or expert parallelism. "
+                "Convert it with DeepSpeed's ds_to_universal, and import the resulting folder"
             )
         if missing := sorted({*range(len(found))} - {*found}):
             raise CorruptData(f"{self.url}: the file of rank {missing[0]} is missing")
@@ -135,7 +135,7 @@ class DeepSpeedFolder(ConvertedSource):
 
     def _expect(self, value: Any, kind: type, name: str) -> Any:
         if not isinstance(value, kind):
-            raise FormatError(f"{self.url}: {name}: holds no {kind.__name__}")
+            raise FormatError(f"{self.url}: {name} does not hold a {kind.__name__}")
         return value
 
     def _read_file(self, number: int) -> Any:
@@ -204,14 +204,14 @@ class _Parts:
         return found
 
     def _wrong(self, what: str) -> FormatError:
-        return FormatError(f"{self.url}: {what}, as DeepSpeed 0.19 would not write it")
+        return FormatError(f"{self.url}: {what}, which is not a layout of DeepSpeed 0.19")
 
     def _list_shapes(self, name: str) -> list[dict[str, tuple[int, ...]]]:
         """Return the shapes of parameters by name, for each group."""
         groups = self.states[0].get(name)
         groups = groups if isinstance(groups, list) else [groups or {}]
         if not all(isinstance(group, dict) for group in groups):
-            raise self._wrong(f"{name!r} has groups that are no dicts")
+            raise self._wrong(f"a group of {name!r} is not a dict")
         return [
             {str(key): self._dims(shape, key) for key, shape in group.items()} for group in groups
         ]
@@ -219,29 +219,30 @@ class _Parts:
     def _dims(self, shape: Any, name: Any) -> tuple[int, ...]:
         dims = shape.dims if isinstance(shape, SizeTuple) else shape
         if not isinstance(dims, tuple | list) or any(type(n) is not int or n < 0 for n in dims):
-            raise self._wrong(f"the shape of {name!r:.100} is none")
+            raise self._wrong(f"the shape of {name!r:.100} is not a list of sizes")
         return tuple(dims)
 
     def _flat(self, value: Any, what: str) -> TensorView:
         """Expect a vector that lies in a file."""
         if type(value) is not TensorView or len(value.shape) != 1:
-            raise self._wrong(f"{what} is no vector")
+            raise self._wrong(f"{what} is not a vector")
         end = value.offset + value.shape[0]
         if (
             (value.strides != (1,) and value.shape[0] > 1)
             or end * ITEM_NBYTES[value.dtype] > value.storage.nbytes
             or not isinstance(value.storage.data, FileSpan)
         ):
-            raise self._wrong(f"{what} is a view")
+            raise self._wrong(f"{what} is not contiguous in its file")
         return value
 
     def _join(self, pieces: Sequence[_Piece], shape: tuple[int, ...], name: str) -> TensorView:
         """Return the tensor that pieces are, one after the other."""
         kinds = {piece.view.dtype for piece in pieces}
-        if sum(piece.count for piece in pieces) != math.prod(shape) or len(kinds) > 1:
+        count = sum(piece.count for piece in pieces)
+        if count != math.prod(shape) or len(kinds) > 1:
             raise CorruptData(
-                f"{self.url}: {name!r:.200}: its parts are not the {math.prod(shape):,} elements "
-                "of one dtype that it has"
+                f"{self.url}: {name!r:.200}: its parts have {count:,} elements of {sorted(kinds)}, "
+                f"expected {math.prod(shape):,} of one dtype"
             )
         dtype = kinds.pop() if kinds else "F32"
         nbytes, start = math.prod(shape) * ITEM_NBYTES[dtype], 0
@@ -273,7 +274,7 @@ class _Divided(_Parts):
         expected = max(count, default=0) if isinstance(count, list) else count
         if expected != len(files):
             raise CorruptData(
-                f"{url}: {len(files)} files of optimizer states, and {expected} ranks wrote them"
+                f"{url}: {expected} ranks saved, but {len(files)} files have optimizer states"
             )
         self._shapes = self._list_shapes("param_shapes")
 
@@ -282,7 +283,7 @@ class _Divided(_Parts):
         key = _PARTS_OF_STAGE_3 if self._is_stage_3 else _PARTS
         groups = [rank.get(key) for rank in self._ranks]
         if not all(isinstance(one, list) and len(one) == len(self._shapes) for one in groups):
-            raise self._wrong(f"{key!r} has not the groups of 'param_shapes'")
+            raise self._wrong(f"{key!r} and 'param_shapes' have different groups")
         found: dict[str, Any] = {}
         for number in range(len(self._shapes)):
             found |= self._divide([one[number] for one in groups if one], number, key)
@@ -296,7 +297,7 @@ class _Divided(_Parts):
         if isinstance(paddings, list) and paddings:
             gaps = paddings[number] if number < len(paddings) else []
         if len(gaps) != len(self._shapes[number]) or any(type(n) is not int or n < 0 for n in gaps):
-            raise self._wrong("'param_alignment_paddings' do not fit 'param_shapes'")
+            raise self._wrong("'param_alignment_paddings' does not match 'param_shapes'")
         found, at = {}, 0
         for (name, shape), gap in zip(self._shapes[number].items(), gaps, strict=True):
             numel = math.prod(shape)
@@ -319,7 +320,7 @@ class _Divided(_Parts):
         bases = [rank.get(key) for rank in self._ranks]
         states = [base.get("state") if isinstance(base, dict) else None for base in bases]
         if not all(isinstance(one, dict) for one in states):
-            why = "its slots are in a form without groups (elastic_checkpoint)"
+            why = "saved with elastic_checkpoint, without parameter groups"
             return Refusal(why, is_tensor=True)
         slots: dict[str, dict[Any, Any]] = {}
         for number, shapes in enumerate(self._shapes):
@@ -365,7 +366,7 @@ class _Universal(_Parts):
                     )
         lost = [name for names in self._names for name in names if name not in self._slots]
         if lost:
-            raise CorruptData(f"{url}: the files of {lost[0]!r:.200} are missing")
+            raise CorruptData(f"{url}: the files of the parameter {lost[0]!r:.200} are missing")
 
     @override
     def weights(self) -> dict[str, Any]:
@@ -412,7 +413,7 @@ def _name_groups(
         if not isinstance(held, list) or any(
             type(one) is not int or not 0 <= one < len(names) for one in held
         ):
-            return Refusal("its groups do not fit the model's", is_tensor=True)
+            return Refusal("its parameter groups do not match the model's", is_tensor=True)
         own = [name for one in held for name in names[one]]
         named.append({**group, "params": [numbers[name] for name in own], "param_names": own})
     return {"state": {numbers[name]: one for name, one in slots.items()}, "param_groups": named}
@@ -422,7 +423,7 @@ def _make_layout(parts: _Parts) -> ComponentLayout:
     state = parts.states[0]
     module = state.get("module")
     if not isinstance(module, dict):
-        raise FormatError(f"{parts.url}: no 'module' in its model states")
+        raise FormatError(f"{parts.url}: the file of model states has no dict 'module'")
     weights = {**parts.frozen(), **parts.weights()}
     shared = state.get("shared_params")
     owners = shared if isinstance(shared, dict) else {}
@@ -431,7 +432,7 @@ def _make_layout(parts: _Parts) -> ComponentLayout:
     for name, value in module.items():
         found = weights.get(str(owners.get(name, name)))
         if found is None and parts.is_divided and name not in (buffers or ()):
-            found = Refusal("its parts are in no file", is_tensor=True)
+            found = Refusal("no file has its parts", is_tensor=True)
         model[name] = value if found is None else found
     model |= {name: one for name, one in weights.items() if name not in model}
     known = {*_OF_MODEL, *_OF_FROZEN, *_OWN}

@@ -205,10 +205,10 @@ def _cut_excerpt(text: str, start: int) -> str:
 JOINED = frozenset({"module", "optimizer"})
 """Kinds of components that are joined."""
 _POSITION = re.compile(r"group\d+\.param\d+(#\d+)?", re.ASCII)
+"""Name of a parameter in no module of the state: its position in the optimizer of one rank."""
 _OF_OWNERS = (
     "If each rank has the state of its own parameters, mark the component as holdfast.PerRank"
 )
-"""Name of a parameter in no module of the state: its position in the optimizer of one rank."""
 _EQUAL = ("type", "extra")
 _VERSIONS = "versions"
 
@@ -239,7 +239,7 @@ def join_by_name(component: str, kind: str, trees: Sequence[bytes]) -> bytes:
             if (found := joining.by_name(name, of_ranks))
         }
         joining.conflicts += [
-            (join_path(component, name), "some ranks save this parameter, and others its digest")
+            (join_path(component, name), "some ranks save only its digest: freeze it on all")
             for name in beside.get(FROZEN, ())
             if name in joined
         ]

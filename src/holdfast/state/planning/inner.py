@@ -56,13 +56,11 @@ def match_inner(
     """
     outer = live if is_dtensor(live) else outer
     if not isinstance(stored, SubclassRef):
-        problems.other.append(
-            f"{path}: stored as a plain tensor, live it is {_describe_live(live)}"
-        )
+        problems.other.append(f"{path}: stored as a plain tensor, live is {_describe_live(live)}")
         return []
     if not isinstance(live, Tensor) or not is_subclass(local_of(live)):
         problems.other.append(
-            f"{path}: stored as the tensor subclass {stored.type[:80]}, live it is "
+            f"{path}: stored as the tensor subclass {stored.type[:80]}, live is "
             f"{_describe_live(live)}. Convert the live model in the same way before the load"
         )
         return []
@@ -72,7 +70,7 @@ def match_inner(
         return []
     if class_name(stored.type) != class_name(type_name(type(local_of(live)))):
         problems.other.append(
-            f"{path}: stored as {stored.type[:80]}, live it is {_describe_live(live)}"
+            f"{path}: stored as {stored.type[:80]}, live is {_describe_live(live)}"
         )
         return []
     if stored.shape != tuple(live.shape):
@@ -165,8 +163,8 @@ def stored_for(path: str, live: Tensor, tensors: Mapping[str, Stored], ref: Tens
     rows = of_ranks.reshape(len(of_ranks), -1).view(torch.uint8)
     if not bool((rows == rows[0]).all()):
         hint = (
-            f"{path}: stored {[*sizes]}, live {[*size]}, and its parts differ: resume on "
-            f"{len(rows)} ranks if as many have saved it, or with the settings of the saved tensor"
+            f"{path}: stored {[*sizes]}, live {[*size]}, and the parts differ: resume on "
+            f"{len(rows)} ranks if that many saved it, or with the settings of the saved tensor"
         )
         raise MismatchError("the checkpoint", hint=hint)
     return of_ranks[0].clone()
@@ -221,7 +219,7 @@ def compare_contexts(stored: Any, live: Any, path: str = "") -> str | None:
         for key in {**stored, **live}:
             at = join_path(path, key)
             if key not in stored or key not in live:
-                return f"its context {at} is only {'live' if key in live else 'stored'}"
+                return f"its context: {at} is only {'live' if key in live else 'stored'}"
             if found := compare_contexts(stored[key], live[key], at):
                 return found
     elif isinstance(stored, list | tuple):
@@ -233,7 +231,7 @@ def compare_contexts(stored: Any, live: Any, path: str = "") -> str | None:
         is_same = repr(stored) == repr(live)  # NaN is the same, and -0.0 is not 0.0
     if is_same:
         return None
-    return f"its context{f' {path}' if path else ''}: stored {stored!r:.80}, live {live!r:.80}"
+    return f"its context{f': {path}' if path else ''}: stored {stored!r:.80}, live {live!r:.80}"
 
 
 def _enum_key(member: EnumValue) -> tuple[Any, ...]:
