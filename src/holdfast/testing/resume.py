@@ -368,7 +368,9 @@ def _plain_digest(path: str, value: Any) -> str:
 
 
 def _tensor_digest(tensor: torch.Tensor) -> str:
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    # A tensor of one element is contiguous with any stride, so `contiguous` would keep the stride.
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    plain = plain.clone(memory_format=torch.contiguous_format)
     parts = torch.view_as_real(plain) if plain.is_complex() else plain
     data = parts.reshape(-1).view(torch.uint8).numpy()
     shape = list(tensor.shape)
