@@ -366,24 +366,49 @@ def test_a_model_folder_without_a_config_says_what_it_lacks(tmp_path: Path) -> N
 PEFT = Path(__file__).resolve().parents[1] / "golden" / "peers" / "peft"
 
 
+def same_folder(found: Path, expected: Path) -> bool:
+    """Whether two folders of an adapter have equal tensors and configurations."""
+    ours, theirs = (load_file(one / "adapter_model.safetensors") for one in (found, expected))
+    configs = {(one / "adapter_config.json").read_bytes() for one in (found, expected)}
+    return (
+        ours.keys() == theirs.keys()
+        and all(same(ours[name], one) for name, one in theirs.items())
+        and len(configs) == 1
+    )
+
+
 @pytest.mark.parametrize("adapter", ["default", "second"])
 def test_an_adapter_is_what_peft_itself_writes_of_it(adapter: str, tmp_path: Path) -> None:
     """LoRA and DoRA, of layers and embeddings, with biases and modules that are trained whole."""
     out, beside = tmp_path / "out", PEFT / "adapters"
     theirs = beside if adapter == "default" else beside / adapter
     export_checkpoint(PEFT / "state.pt", out, to="peft", config=beside, adapter=adapter)
-    found, expected = (load_file(one / "adapter_model.safetensors") for one in (out, theirs))
-    assert found.keys() == expected.keys()
-    assert all(same(found[name], one) for name, one in expected.items())
-    configs = [(one / "adapter_config.json").read_bytes() for one in (out, theirs)]
-    assert configs[0] == configs[1]
+    assert same_folder(out, theirs)
+
+
+def test_several_adapters_are_the_folders_that_peft_itself_writes(tmp_path: Path) -> None:
+    out, theirs = tmp_path / "out", PEFT / "adapters"
+    made = export_checkpoint(PEFT / "state.pt", out, to="peft", config=theirs)
+    assert {one.relative_to(out) for one in out.rglob("*")} == {
+        one.relative_to(theirs) for one in theirs.rglob("*")
+    }
+    assert same_folder(out, theirs)
+    assert same_folder(out / "second", theirs / "second")
+    assert "second" not in {Path(left.path).name for left in made.left_out}
+
+
+@pytest.mark.parametrize("name", ["a/b", "a\\b", "/a"])
+def test_an_adapter_whose_name_is_a_path_is_refused(name: str, tmp_path: Path) -> None:
+    values = {f"m.lora_A.{one}.weight": torch.ones(2, 2) for one in ("default", name)}
+    with pytest.raises(UsageError, match="no names of folders"):
+        write(model_of(values), tmp_path / "out", "peft", configs=[PEFT / "adapters"])
 
 
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"config": PEFT / "adapters"}, "it has default, second: name one with --adapter"),
-        ({"config": PEFT / "adapters", "adapter": "third"}, "no adapter 'third'"),
+        ({"config": PEFT / "adapters", "adapter": "third"}, "no adapter 'third'.*default, second"),
+        ({"config": PEFT / "adapters" / "second"}, r"'second'.*FOLDER/second"),
         ({"adapter": "second"}, "needs adapter_config.json"),
         ({"to": "hf"}, "write its adapter with --to peft"),
     ],

@@ -271,7 +271,7 @@ def _build_import_answer(
         "Also copy this file, or the files in this folder.",
         type=PATH,
     ),
-    option("--adapter", "NAME", "Name of the adapter, for peft. [default: the only one]"),
+    option("--adapter", "NAME", "Name of the adapter, for peft. [default: all]"),
     option(
         "--dtype",
         None,
@@ -356,9 +356,7 @@ def export_checkpoint(
         )
     loading = [_loading(output, components, export.names)] if is_one_file else []
     if to == "peft":
-        loading = [
-            f"load it: from peft import PeftModel; PeftModel.from_pretrained(base, {output!r})"
-        ]
+        loading = [_loading_adapters(out, [file.name for file in plan.files])]
     return _build_export_answer(document, plan.nbytes, target, loading)
 
 
@@ -401,6 +399,21 @@ def _loading(output: str, components: Sequence[str], names: Collection[str]) -> 
             f"names of the bare model with --map '{wrapper}.**=**'"
         )
     return f"load it: {loading}"
+
+
+def _loading_adapters(out: Path, files: Sequence[str]) -> str:
+    """Return the lines of Python that load the adapters of a folder."""
+    from holdfast.interop.exporting.adapter import DEFAULT, WEIGHTS
+
+    folders = [Path(name).parent for name in files if name.endswith(WEIGHTS)]
+    (first, name), *others = [(str(out / one), one.name or DEFAULT) for one in folders]
+    named = "" if name == DEFAULT else f", adapter_name={name!r}"
+    lines = [
+        "load it: from peft import PeftModel",
+        f"model = PeftModel.from_pretrained(base, {first!r}{named})",
+        *(f"model.load_adapter({path!r}, {name!r})" for path, name in others),
+    ]
+    return "; ".join(lines)
 
 
 def _export_dcp(target: str, out: Path, *, unsafe_pickle: bool) -> Answer:

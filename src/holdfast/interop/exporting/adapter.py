@@ -1,16 +1,16 @@
 """The folder of an adapter, such as LoRA, that PEFT's `PeftModel.from_pretrained` reads.
 
 PEFT keeps adapters beside the weights of the base model, and the name of each within the names of
-its tensors: `base_model.model.proj.lora_A.NAME.weight`. In a folder that part is left out.
+its tensors: `base_model.model.proj.lora_A.NAME.weight`. In a folder that part is left out. Of
+several adapters, `default` is in the folder itself, and each other one in a folder of its name.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from holdfast.errors import UsageError
@@ -30,13 +30,27 @@ _TENSOR = re.compile(
 )
 
 
-def select_adapter(
-    weights: ExportedTensors, name: str | None, config: Mapping[str, Any], *, where: str
-) -> ExportedTensors:
-    """Return the tensors of an adapter, under the names of PEFT's files; `None`: of the only one.
+def list_adapters(weights: ExportedTensors, name: str | None, *, where: str) -> list[str]:
+    """Return the names of the adapters of a model, or the one that is named, which must exist.
 
     Raises:
-        UsageError: there is no such adapter, or its kind has other names.
+        UsageError: there is no such adapter, or none.
+    """
+    found = sorted({found["name"] or found["saved"] for _, found in _match_tensors(weights)})
+    if not found or name not in (None, *found):
+        asked = "no adapter" if name is None else f"no adapter {name!r}"
+        has = ", ".join(found) or "none"
+        raise UsageError(f"{where}: {weights.component}: {asked}; it has {has}")
+    return found if name is None else [name]
+
+
+def select_adapter(
+    weights: ExportedTensors, name: str, config: Mapping[str, Any]
+) -> ExportedTensors:
+    """Return the tensors of an adapter, under the names of PEFT's files.
+
+    Raises:
+        UsageError: its kind has other names.
     """
     kind, bias = config.get("peft_type"), config.get("bias", "none")
     if kind != _KIND:
@@ -44,39 +58,26 @@ def select_adapter(
             f"{CONFIG}: peft_type is {kind!r}, and --to peft writes {_KIND} alone. Load it with "
             "holdfast.load_weights(ROOT, model) and write it with model.save_pretrained(FOLDER)"
         )
-    tensors = [*weights.tensors, *_list_aliases(weights)]
-    matches = [(one, _TENSOR.fullmatch(one.name)) for one in tensors]
-    found = sorted({found["name"] or found["saved"] for _, found in matches if found is not None})
-    if name not in found and (name is not None or len(found) != 1):
-        has = f"it has {', '.join(found)}: name one with --adapter" if found else "it has none"
-        asked = "which adapter" if name is None else f"no adapter {name!r}"
-        raise UsageError(f"{where}: {weights.component}: {asked}: {has}")
-    name = name or found[0]
     chosen = [
         replace(one, name=_with_prefix(_name_in_file(match)))
-        for one, match in matches
-        if match is not None and name in (match["name"], match["saved"])
+        for one, match in _match_tensors(weights)
+        if name in (match["name"], match["saved"])
     ]
     chosen += [
         replace(one, name=_with_prefix(one.name))
-        for one, match in matches
-        if match is None and one.name.endswith(_BIASES.get(bias, ".bias"))
+        for one in _list_names(weights)
+        if one.name.endswith(_BIASES.get(bias, ".bias")) and _TENSOR.fullmatch(one.name) is None
     ]
     return ExportedTensors(component=weights.component, tensors=chosen, aliases={})
 
 
-def find_config(folders: Sequence[Path], adapter: str | None) -> list[Path]:
-    """Return the folders with those of the adapter, which PEFT puts below them if not the first."""
-    below = [path / adapter for path in folders if adapter is not None]
-    return [*folders, *(path for path in below if path.is_dir())]
-
-
-def parse_config(text: bytes | None) -> Mapping[str, Any]:
-    """Parse the adapter's configuration, which no tensor can replace."""
+def parse_config(text: bytes | None, name: str) -> Mapping[str, Any]:
+    """Parse the configuration of an adapter, which no tensor can replace."""
     if text is None:
+        folder = "FOLDER" if name == DEFAULT else f"FOLDER/{name}"
         raise UsageError(
-            f"--to peft: needs {CONFIG}, as a checkpoint holds tensors: write it with "
-            "model.peft_config['default'].save_pretrained(FOLDER), and give --config FOLDER"
+            f"adapter {name!r}: needs {CONFIG}, as a checkpoint holds tensors: write it with "
+            f"model.peft_config[{name!r}].save_pretrained({folder!r}), and give --config FOLDER"
         )
     try:
         found = json.loads(text)
@@ -87,9 +88,17 @@ def parse_config(text: bytes | None) -> Mapping[str, Any]:
     return found
 
 
-def _list_aliases(weights: ExportedTensors) -> list[Weight]:
+def _list_names(weights: ExportedTensors) -> list[Weight]:
+    """List the tensors under all their names."""
     by_name = {one.name: one for one in weights.tensors}
-    return [replace(by_name[kept], name=alias) for alias, kept in weights.aliases.items()]
+    aliases = [replace(by_name[kept], name=alias) for alias, kept in weights.aliases.items()]
+    return [*weights.tensors, *aliases]
+
+
+def _match_tensors(weights: ExportedTensors) -> list[tuple[Weight, re.Match[str]]]:
+    """List the tensors of all adapters, with the parts of their names."""
+    matches = ((one, _TENSOR.fullmatch(one.name)) for one in _list_names(weights))
+    return [(one, match) for one, match in matches if match is not None]
 
 
 def _name_in_file(match: re.Match[str]) -> str:

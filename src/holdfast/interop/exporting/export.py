@@ -6,7 +6,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
@@ -65,7 +65,7 @@ class ExportOptions:
     configs: Sequence[Path] = ()
     """Files, or folders of them, that are copied beside the weights."""
     adapter: str | None = None
-    """The adapter of a PEFT model to write; None: the only one."""
+    """The adapter of a PEFT model to write; None: all."""
     dtype: Dtype | None = None
     """Type to which floats of the model are cast; None: they stay."""
     shard_nbytes: int | None = None
@@ -150,7 +150,7 @@ class Export:
             self.names = [one.name for one in weights.tensors]
             return self._plan_safetensors(weights)
         if options.to == "peft":
-            return self._plan_adapter(weights)
+            return self._plan_adapters(weights)
         _refuse_subclasses(source, component)
         files = plan_model(
             source,
@@ -183,27 +183,51 @@ class Export:
             report=self._report_progress,
         )
 
-    def _plan_adapter(self, weights: ExportedTensors) -> list[PlannedFile]:
-        source, name = self._source, self._options.adapter
+    def _plan_adapters(self, weights: ExportedTensors) -> list[PlannedFile]:
+        """Plan a folder for one adapter, or PEFT's folders for several."""
         # What the base model holds is not of the adapter, and no loss.
         self.plan.left_out.clear()
-        configs = adapters.find_config(self._options.configs, name)
-        beside = _list_beside(source, configs, self.plan)
-        config = beside.get(adapters.CONFIG)
-        found = adapters.parse_config(None if config is None else _read_planned(config))
-        chosen = adapters.select_adapter(weights, name, found, where=source.url)
+        names = adapters.list_adapters(weights, self._options.adapter, where=self._source.url)
         self._leave({weights.component, FILES}, "a folder of an adapter holds its weights alone")
-        return [
-            *plan_safetensors(
-                source,
-                chosen,
-                shard_nbytes=None,
-                single=adapters.WEIGHTS,
-                cast=self._cast,
-                report=self._report_progress,
-            ),
-            *beside.values(),
-        ]
+        configs = self._options.configs
+        if len(names) == 1:
+            below = [path / names[0] for path in configs]
+            found = [*configs, *(path for path in below if path.is_dir())]
+            beside = _list_beside(self._source, found, self.plan)
+            return self._plan_adapter(weights, names[0], beside)
+        wrong = [name for name in names if not _is_plain_name(name)]
+        if wrong:
+            raise UsageError(f"adapters {wrong}: no names of folders; name one with --adapter")
+        beside = _list_beside(self._source, configs, self.plan)
+        left = [one for one in self.plan.left_out if Path(one.path).name not in names]
+        self.plan.left_out[:] = left
+        files = [*beside.values()] if adapters.DEFAULT not in names else []
+        for name in names:
+            if name == adapters.DEFAULT:
+                files += self._plan_adapter(weights, name, beside)
+                continue
+            below = [path / name for path in configs if (path / name).is_dir()]
+            own = _list_configs(below, self.plan)
+            files += [
+                replace(one, name=f"{name}/{one.name}")
+                for one in self._plan_adapter(weights, name, own)
+            ]
+        return files
+
+    def _plan_adapter(
+        self, weights: ExportedTensors, name: str, beside: Mapping[str, PlannedFile]
+    ) -> list[PlannedFile]:
+        config = beside.get(adapters.CONFIG)
+        found = adapters.parse_config(None if config is None else _read_planned(config), name)
+        files = plan_safetensors(
+            self._source,
+            adapters.select_adapter(weights, name, found),
+            shard_nbytes=None,
+            single=adapters.WEIGHTS,
+            cast=self._cast,
+            report=self._report_progress,
+        )
+        return [*files, *beside.values()]
 
     def _leave(self, written: Collection[str], why: str) -> None:
         self.plan.left_out += [
@@ -272,8 +296,8 @@ def export_checkpoint(
 ) -> Exported:
     """Write a checkpoint, or a file of weights of any known format, in another library's format.
 
-    `to`: `hf` (a folder for `from_pretrained`), `peft` (a LoRA adapter for
-    `PeftModel.from_pretrained`, by the name `adapter`), `safetensors`, `pt` (for `torch.load`).
+    `to`: `hf` (a folder for `from_pretrained`), `peft` (all LoRA adapters, or the one called
+    `adapter`, for `PeftModel.from_pretrained`), `safetensors`, `pt` (for `torch.load`).
     `components` are the ones to write, `rename` maps patterns of the names in the model to new
     names, `config` is a file or a folder of files to copy, `dtype` is the dtype for floats.
     `out` must not exist; it appears when it is whole. Keeps a few pieces in memory.
@@ -353,6 +377,11 @@ def _list_beside(
                 found[name] = _carried(source, part, name, ref.key)
             else:
                 plan.left_out.append(LeftOut(path=f"{FILES}.{name}", why="no name of a file"))
+    return dict(sorted((found | _list_configs(configs, plan)).items()))
+
+
+def _list_configs(configs: Sequence[Path], plan: ExportPlan) -> dict[str, PlannedFile]:
+    found: dict[str, PlannedFile] = {}
     for path in configs:
         for one in _files_of(path):
             why = _why_left(one)
@@ -360,7 +389,7 @@ def _list_beside(
                 found[one.name] = bytes_file(one.name, _read_file_bytes(one))
             else:
                 plan.left_out.append(LeftOut(path=str(one), why=why))
-    return dict(sorted(found.items()))
+    return found
 
 
 def _is_plain_name(name: Any) -> bool:
