@@ -14,6 +14,7 @@ from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Training
 from holdfast.train.averages import Average
 from holdfast.weights import load_weights
+from quantized import bits_of, scaled_model
 from train.small import make, network
 
 
@@ -166,3 +167,17 @@ def test_shared_buffers_stay_shared() -> None:
     average = Average(model, 0.5)
     average.update_average(model)
     assert average.model[0].table is average.model[1].table  # type: ignore[index, union-attr]
+
+
+def test_quantized_weights_are_not_averaged() -> None:
+    """They stay as they are in the average of a model; those that train are refused."""
+    model, moved = scaled_model(), nn.Linear(4, 2)
+    average = Average(model, 0.5)
+    before = average.model[1].weight.clone()
+    model[1].load_state_dict(moved.state_dict())
+    average.update_average(model)
+    assert torch.equal(average.model[1].weight, before.lerp(moved.weight, 0.5))
+    assert bits_of(average.model[0].weight) == bits_of(model[0].weight)
+    model[0].weight.requires_grad_()
+    with pytest.raises(UsageError, match=r"0\.weight: Scaled"):
+        Average(model, 0.5)

@@ -20,6 +20,7 @@ from holdfast.errors import UsageError, listing
 from holdfast.format.manifest import Timestamp
 from holdfast.policy.clock import ALL_UNITS, Time, Unit, parse
 from holdfast.state.capture.edits import StateView, cast_floats
+from holdfast.state.leaves import is_subclass
 from holdfast.train.strategies import local
 
 logger = logging.getLogger("holdfast")
@@ -243,10 +244,28 @@ def modules_of_averages(*averages: Average | EqualAverage | None) -> list[nn.Mod
 
 
 def widened(model: nn.Module) -> nn.Module:
-    """Copy a model without gradients, in eval mode; values of less than 32 bits become float32."""
+    """Copy a model without gradients, in eval mode; values of less than 32 bits become float32.
+
+    Tensor subclasses, such as quantized weights, are copied as they are.
+
+    Raises:
+        UsageError: one of them trains, so its average would stay at the initial value.
+    """
     known: dict[int, tuple[Tensor, Tensor]] = {}  # shared buffers stay shared
+    trained = [
+        f"{name}: {type(local(one)).__qualname__}"
+        for name, one in model.named_parameters()
+        if one.requires_grad and is_subclass(local(one))
+    ]
+    if trained:
+        raise UsageError(
+            "ema, swa: tensor subclasses that train cannot be averaged. Leave out ema and swa, or "
+            "train these weights as plain tensors:\n" + listing(trained)
+        )
 
     def widen(tensor: Tensor) -> Tensor:
+        if is_subclass(tensor):
+            return tensor
         if tensor.is_floating_point() and tensor.dtype.itemsize < 4:
             return known.setdefault(id(tensor), (tensor, tensor.float()))[1]
         return tensor
@@ -264,7 +283,8 @@ def pairs_of(one: nn.Module, other: nn.Module) -> Iterator[tuple[Tensor, Tensor]
 
 def _pairs(own: Iterable[Tensor], other: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
     for mine, its in zip(own, other, strict=True):
-        yield local(mine), local(its)
+        if not is_subclass(local(its)):  # quantized weights, which do not train
+            yield local(mine), local(its)
 
 
 def cast_averages(view: StateView, averages: Mapping[str, nn.Module]) -> None:
