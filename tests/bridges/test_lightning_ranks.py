@@ -274,5 +274,6 @@ def test_other_shards_are_refused_by_the_name_of_the_strategy(kind: Any, tmp_pat
     made = lightning.Trainer(accelerator="cpu", logger=False)
     made._accelerator_connector.strategy = object.__new__(kind)
     match = f"{kind.__name__} is not supported: use ModelParallelStrategy"
-    with pytest.raises(UsageError, match=match):
+    with pytest.raises(UsageError, match=match) as error:
         HoldfastCheckpoint(tmp_path).setup(made, Sharded(), "fit")
+    assert ("holdfast import" in str(error.value)) is (kind is DeepSpeedStrategy)

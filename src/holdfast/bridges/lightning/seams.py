@@ -61,6 +61,7 @@ _NEEDED = (
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 _UNSUPPORTED = frozenset({"DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy"})
 """Names of subclasses of these that hold other parts of a model on each rank, or were not tried."""
+_IMPORT_DEEPSPEED = "; `holdfast import` converts checkpoints of DeepSpeed"
 RESTARTING = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
 """Members of a loop by which it repeats parts of an epoch; not each version has each."""
 
@@ -80,6 +81,8 @@ def check_trainer(trainer: Any) -> None:
         wrong.append(
             f"{kinds[0]} is not supported: use ModelParallelStrategy (with fully_shard in "
             "configure_model), DDPStrategy or a single device"
+            + _IMPORT_DEEPSPEED
+            * ("DeepSpeedStrategy" in kinds)
         )
     if trainer.reload_dataloaders_every_n_epochs:
         wrong.append("reload_dataloaders_every_n_epochs: a new loader has no position; leave it 0")
