@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def test_ways_of_running_with_other_optimizers_are_refused(
     run = Run()
     kind = accelerate.utils.DistributedType.DEEPSPEED
     monkeypatch.setattr(type(run.accelerator), "distributed_type", kind)
-    with pytest.raises(UsageError, match="distributed_type=DEEPSPEED"):
+    with pytest.raises(UsageError, match=r"distributed_type=DEEPSPEED.*holdfast import"):
         bridge.state(run.accelerator)
 
 
@@ -203,6 +204,27 @@ def test_what_another_trainer_counts_is_left_out_by_name(tmp_path: Path) -> None
         found = manager.resume()
     assert found is not None
     assert any("trainer: saved by lightning" in note for note in found.notes)
+
+
+def noted(root: Path, say: forks.Say, **options: Any) -> dict[str, Any]:
+    run = Run(**options)
+    state = bridge.state(run.accelerator, data=run.loader)
+    with holdfast.CheckpointManager(root, state, sinks=[say]) as manager:
+        found = manager.resume()
+        manager.save(1 if found is None else 2, wait=True)
+    return {"notes": [] if found is None else [*found.notes]}
+
+
+@pytest.mark.parametrize("is_scaled", [True, False])
+def test_schedulers_that_step_once_for_each_rank_are_warned_of_on_others(
+    is_scaled: bool, tmp_path: Path
+) -> None:
+    job = partial(noted, step_scheduler_with_optimizer=is_scaled)
+    for num_ranks in (2, 2, 1):
+        assert forks.finish_ranks(job, tmp_path / "run", num_ranks) == [0] * num_ranks
+        notes = forks.result(tmp_path / "run", 0)["found"]["notes"]
+        is_noted = any("schedulers by 1, and by 2" in one for one in notes)
+        assert is_noted is (is_scaled and num_ranks == 1)
 
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "bridges" / "accelerate.md"

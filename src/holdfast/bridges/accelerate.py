@@ -25,11 +25,11 @@ logger = logging.getLogger("holdfast")
 _PREPARED = ("_models", "_optimizers", "_schedulers", "_custom_objects")
 _SUPPORTED = "1.2 to 1.15"
 
-_FRAMEWORK = "accelerate"
+_FRAMEWORK, _STEPS = "accelerate", "scheduler_steps"
 _REFUSED = {
     "FSDP": "FSDP1 is not supported; set fsdp_version=2",
     "DEEPSPEED": "its engine owns the optimizer state; use FSDP2 (fsdp_version=2), or DDP if the "
-    "model and its optimizer state fit on each rank",
+    "model and its optimizer state fit on each rank. `holdfast import` converts its checkpoints",
 }
 """Ways of running that Accelerate has besides torch's modules, DDP and FSDP2, and what to do."""
 
@@ -121,6 +121,15 @@ def _counts(accelerator: Accelerator) -> dict[str, int]:
     return {name.removeprefix("_"): len(getattr(accelerator, name)) for name in _PREPARED}
 
 
+def _scheduler_steps(accelerator: Accelerator) -> int:
+    """Return how often prepared schedulers step for each step of the optimizer."""
+    is_of_ranks = any(
+        getattr(one, "step_with_optimizer", False) and not one.split_batches
+        for one in accelerator._schedulers
+    )
+    return accelerator.num_processes if is_of_ranks else 1
+
+
 class _Window:
     """Component `trainer`: windows of accumulation begin with the first batch after a resume."""
 
@@ -145,16 +154,23 @@ class _Window:
                 "gradient accumulation: the save is inside of a window, whose gradients would be "
                 "lost; save `if accelerator.sync_gradients:`"
             )
-        return {"of": _FRAMEWORK}
+        return {"of": _FRAMEWORK, _STEPS: _scheduler_steps(self._accelerator)}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Return notes on what cannot be taken over."""
         note = left_out(state, _FRAMEWORK)
+        now = _scheduler_steps(self._accelerator)
+        before = state.get(_STEPS, now)
+        if note is None and before != now:
+            note = (
+                f"each step advances schedulers by {now}, and by {before} in the run that saved "
+                "the checkpoint, as Accelerate steps them once for each rank. Use as many ranks, "
+                "or in both runs Accelerator(step_scheduler_with_optimizer=False)"
+            )
         return [] if note is None else [note]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin a window with the next batch, of the size that the accelerator has now."""
-        note = left_out(state, _FRAMEWORK)
-        if note is not None and is_leader():
+        for note in self.check_state_dict(state) if is_leader() else ():
             logger.warning("%s", note)
         self._accelerator.step = 0
