@@ -20,6 +20,8 @@ CLASSES = {
         {
             "on_exception",
             "on_fit_start",
+            "on_predict_start",
+            "on_test_start",
             "on_train_end",
             "on_train_start",
             "on_validation_end",
