@@ -248,6 +248,24 @@ def test_optimizers_with_other_slots_are_refused_by_name(kind: str) -> None:
     assert digest(state) == before
 
 
+class OwnCode(torch.optim.AdamW):
+    """Loads by code of its own, as the optimizers of bitsandbytes do."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+
+
+def test_slots_that_the_optimizer_loads_itself_are_refused() -> None:
+    store, _ = saved(optimizer=OwnCode)
+    state = new_state(6, 1, OwnCode)
+    before = digest(state)
+    with CheckpointManager(store, state) as manager:
+        with pytest.raises(MismatchError, match=r"optimizer\.state\.0\.exp_avg: \[4, 3\].*own"):
+            manager.resume(resize=ALL)
+        assert digest(state) == before
+        manager.load(resize=ALL, skip=["optimizer"])
+
+
 def test_new_rows_of_master_copies_are_those_of_the_weight() -> None:
     store, before = saved(optimizer=Masters)
     state = new_state(6, 1, Masters)

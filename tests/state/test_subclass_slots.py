@@ -118,6 +118,41 @@ def test_an_optimizer_that_makes_no_template_is_refused_by_name() -> None:
     assert digest(again) == before
 
 
+class Logging(ScaledMomentum):
+    """Notes its steps in attributes, in place."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.log, self.counts, self.total = list[int](), {"steps": [0]}, torch.zeros(1)
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.log.append(1)
+        self.counts["steps"][0] += 1
+        self.total += 1
+
+
+def test_a_template_changes_no_attribute_of_the_optimizer() -> None:
+    state, again = (new_state(Logging, seed) for seed in (0, 1))
+    train(state, 2)
+    image(state).load(again)
+    optimizer = again["optimizer"]
+    assert (optimizer.log, optimizer.counts, optimizer.total) == ([], {"steps": [0]}, 0)
+    assert optimizer.state
+
+
+def test_no_optimizer_inside_of_another_makes_a_step() -> None:
+    def make(parameters: Any) -> Any:
+        optimizer = ScaledMomentum([*parameters])
+        optimizer.inner = torch.optim.SGD(optimizer.param_groups)
+        return optimizer
+
+    state, again = (new_state(make, seed) for seed in (0, 1))
+    train(state, 1)
+    with pytest.raises(MismatchError, match=r"inner.*one optimizer step"):
+        image(state).load(again)
+
+
 def test_slots_that_are_skipped_need_no_template() -> None:
     state = new_state(ScaledMomentum)
     train(state, 1)

@@ -235,7 +235,7 @@ def prepare(
                 problems.untaken += problems.unexpected[before:]
                 del problems.unexpected[before:]
     _report_selection(wishes, problems, wanted=wanted, everything=everything, planned=plans)
-    problems.other += wishes.resizing.refused
+    problems.other += wishes.resizing.list_refused()
     for path, kept, now in wishes.resizing.list_unresized():
         problems.record_shape(path, kept, now)
     tolerated = Tolerated()

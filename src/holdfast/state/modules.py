@@ -499,6 +499,7 @@ class ModulePlan(LoadPlan):
         self._check_values(problems)
         self._compare_unsaved(stored.unsaved, wishes, problems)
         if self._frozen:
+            wishes.resizing.note_names(component, self._frozen)
             self._compare_frozen(left, wishes, problems)
 
     def _note_frozen(self, recorded: Mapping[str, str], wishes: Wishes) -> dict[str, str]:

@@ -28,7 +28,7 @@ from holdfast.state.planning.copying import Stored
 from holdfast.state.planning.inner import make_slots, match_inner
 from holdfast.state.planning.livevalues import revive
 from holdfast.state.planning.merge import Claims, Merge, Placement
-from holdfast.state.planning.plans import LoadPlan
+from holdfast.state.planning.plans import LoadPlan, undo_attributes
 from holdfast.state.selection import Problems, Wishes
 from holdfast.state.trees import Skeleton, encoded, keys_in, nodes_in, owned
 
@@ -339,8 +339,10 @@ class OptimizerPlan(LoadPlan):
             if reason is not None:
                 problems.offenders.append((f"{self._component}.{name}", reason))
         self._match_tensors(problems)
-        for name, old in self._common.items():
-            self._match_subclasses(name, old, problems)
+        if skeleton.has_subclasses:
+            with undo_attributes(self._live.optimizer):  # those of its trial steps
+                for name, old in self._common.items():
+                    self._match_subclasses(name, old, problems)
 
     def _match_subclasses(self, name: str, old: str, problems: Problems) -> None:
         """Find a live tensor for each slot of a parameter that is stored as a subclass."""

@@ -134,8 +134,9 @@ class Resizing:
         self.made: dict[str, dict[str, ResizedTensor]] = {}
         """Component → key → the tensor that gets another shape."""
         self._others: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-        self.refused: list[str] = []
-        """Messages on tensors that are named and cannot be resized."""
+        self._by_own_code: list[tuple[str, str, str, tuple[int, ...]]] = []
+        """(component, key, path, stored shape) in optimizers that load by code of their own."""
+        self._refused: list[str] = []
 
     def __bool__(self) -> bool:
         return bool(self._dims)
@@ -149,6 +150,22 @@ class Resizing:
         idle = [entry for entry in self._idle if not self._patterns[entry].unmatched(unseen)]
         text = f"resize: {idle}: the shapes are equal already, so remove the argument"
         return [text] if idle else []
+
+    def list_refused(self) -> list[str]:
+        """List a message for each tensor that is named, or a slot of one, and cannot be resized."""
+        shapes = {one.stored for of in self.made.values() for one in of.values()}
+        return self._refused + [
+            f"{path}: {[*shape]}, as a resized parameter, and the optimizer loads it by its own "
+            f"code. Use edit_load, or load without it in another root: load(skip=[{component!r}])"
+            for component, key, path, shape in self._by_own_code
+            if shape in shapes and key not in self.made.get(component, {})
+        ]
+
+    def note_names(self, component: str, names: Iterable[str]) -> None:
+        """Note names that exist, and that a check of its own compares."""
+        for name in names:
+            for one in self._patterns.values():
+                one.cover(join_path(component, name))
 
     def list_unresized(self) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """List (path, stored, live) of tensors in trees with shapes as of resized ones."""
@@ -174,7 +191,7 @@ class Resizing:
             paths = [join_path(component, one) for one in (name, old_names.get(name, name))]
             dim = self._choose_dim(paths, _shape_of(value, specs), tuple(leaf.shape))
             if isinstance(value, SubclassRef) or is_subclass(leaf):
-                self.refused += [f"{paths[0]}: {_QUANTIZED}"] if dim is not None else []
+                self._refused += [f"{paths[0]}: {_QUANTIZED}"] if dim is not None else []
             elif refusal(leaf) is None:
                 found.append((name, value.key, specs[value.key], leaf))
                 if dim is not None:
@@ -187,14 +204,14 @@ class Resizing:
             path, first = join_path(component, name), self.made.get(component, {}).get(key)
             if first is not None:
                 if identity(first.live) != identity(leaf):
-                    self.refused.append(
+                    self._refused.append(
                         f"{first.path} and {path}: tied when saved, but not in the live model, so "
                         "new rows have two values. Tie them, or resize them in edit_load"
                     )
             elif spec.dtype not in RESIZABLE:
-                self.refused.append(f"{path}: {_QUANTIZED}")
+                self._refused.append(f"{path}: {_QUANTIZED}")
             elif isinstance(leaf, nn.Parameter) and is_trained and not leaf.requires_grad:
-                self.refused.append(
+                self._refused.append(
                     f"{path}: is frozen, so new rows would not be trained. Call requires_grad_() "
                     "before the load, or use edit_load"
                 )
@@ -230,7 +247,7 @@ class Resizing:
                     component, ref.key, path, specs, dim=dim, live=parameter, is_slot=True
                 )
             elif math.prod(found) > 1:
-                self.refused.append(
+                self._refused.append(
                     f"{path}: {[*found]} for a parameter {[*before]} cannot be resized, as it is "
                     "factored, quantized or in blocks. Use edit_load, or load without it, and "
                     f"continue in another root: load(skip=[{at!r}])"
@@ -238,10 +255,18 @@ class Resizing:
         return shape
 
     def resize_tree(
-        self, component: str, stored: object, live: object, specs: dict[str, TensorSpec]
+        self,
+        component: str,
+        stored: object,
+        live: object,
+        specs: dict[str, TensorSpec],
+        *,
+        is_optimizer: bool = False,
     ) -> None:
         """Register the tensors of a dict, list or object that entries match."""
         for path, ref, tensor in _tensors_in(stored, live, component):
+            if is_optimizer and isinstance(ref, TensorRef):
+                self._by_own_code.append((component, ref.key, path, specs[ref.key].shape))
             if tensor is None or refusal(tensor) is not None or not isinstance(ref, TensorRef):
                 continue
             shapes = specs[ref.key].shape, tuple(tensor.shape)

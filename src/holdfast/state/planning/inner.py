@@ -181,11 +181,14 @@ def make_slots(optimizer: Optimizer, parameter: Tensor) -> dict[Any, Any]:
     """Return the state that an optimizer makes for a parameter, by a step of copies of both.
 
     The gradient is zero. Hooks, and whatever else wraps `step`, do not run, and the global
-    generators are restored. Errors of the optimizer are raised as they are.
+    generators are restored. Attributes are shared with the copy: `undo_attributes` undoes changes.
+    Errors of the optimizer are raised as they are.
     """
     group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     trial: Optimizer = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):
+            raise TypeError(f"its attribute {name} is an optimizer, which would step, too")
         if name != "step":  # an instance has one if a scheduler or a scaler wraps it
             setattr(trial, name, type(value)() if name.endswith("_hooks") else value)
     with torch.no_grad(), undisturbed_generators():

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from typing_extensions import override
 
@@ -247,7 +248,10 @@ class ObjectPlan(LoadPlan):
         if is_partial:
             self._is_wanted = keep_live(self._wanted, live, self._component, wishes.selection)
         if wishes.resizing:
-            wishes.resizing.resize_tree(self._component, self._wanted, live, self._specs)
+            is_optimizer = isinstance(self._live, Optimizer)
+            wishes.resizing.resize_tree(
+                self._component, self._wanted, live, self._specs, is_optimizer=is_optimizer
+            )
         self._wanted = revive(skeleton, live, self._component, problems, stored=self._wanted)
         self.destinations.look_in(live)
         self.destinations.match(live, self._wanted, self._component, problems)
@@ -463,6 +467,18 @@ def undo_changes(modules: Iterable[nn.Module], *, written: Iterable[nn.Module]) 
                 undoing.enter_context(_unsafe_preserve_version_counter(tensor))
         for tensor in _tensors_of(written):
             undoing.callback(_Values(tensor).restore_values)
+        yield
+
+
+@contextmanager
+def undo_attributes(owner: object) -> Iterator[None]:
+    """Undo changes of the block to an object's attributes: values, containers and tensors."""
+    with torch.no_grad(), ExitStack() as undoing:
+        undoing.callback(_Snapshot(owner).restore_attributes)
+        for one in vars(owner).values():
+            if isinstance(one, Tensor) and not is_subclass(one):
+                undoing.enter_context(_unsafe_preserve_version_counter(one))
+                undoing.callback(_Values(one).restore_values)
         yield
 
 
