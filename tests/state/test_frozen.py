@@ -21,6 +21,7 @@ from holdfast.interop.dcp import export_folder
 from holdfast.interop.exporting.export import export_checkpoint
 from holdfast.interop.opening import open_source
 from holdfast.saving import script_warnings
+from holdfast.state.frozen import compute_checksums
 from holdfast.state.leaves import plain_parts
 from quantized import bits_in, import_torchao
 
@@ -180,6 +181,19 @@ def test_a_frozen_parameter_that_changes_is_saved_and_warned_of(
         assert are_equal(values(again["model"]), values(state["model"]))
         # The script makes another value than the one that was loaded.
         assert recorded(save(manager, 3)).keys() == BASE - {"0.base.weight"}
+
+
+def test_a_resized_name_that_is_recorded_by_digest_is_compared(tmp_path: Path) -> None:
+    state, _ = make_state(nn.Sequential(Adapted(num_out=2)))
+    with manager_of(tmp_path, state) as manager:
+        save(manager, 1)
+    again, _ = make_state(nn.Sequential(Adapted(num_out=3)))
+    resize = {"model.0.base.weight": "rows", "model.0.up": "rows"}
+    with (
+        manager_of(tmp_path, again) as manager,
+        pytest.raises(MismatchError, match=r"base\.weight"),
+    ):
+        manager.resume(resize=resize)
 
 
 def test_layers_are_unfrozen_and_frozen_again(tmp_path: Path) -> None:
@@ -417,3 +431,11 @@ def test_a_module_with_loading_code_of_its_own_gets_all_its_entries(tmp_path: Pa
     with manager_of(tmp_path, again) as manager:
         manager.resume()
     assert are_equal(values(again["model"]), values(state["model"]))
+
+
+def test_sign_changes_of_doubles_change_the_checksum() -> None:
+    weight = torch.randn(4, 4, dtype=torch.float64)
+    wide, even = (torch.randn(rows, 8191, dtype=torch.float64) for rows in (3, 4))
+    for one in (weight, wide, even):
+        assert compute_checksums([one]) == compute_checksums([one.clone()])
+        assert compute_checksums([one]) != compute_checksums([-one])

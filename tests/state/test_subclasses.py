@@ -145,6 +145,24 @@ def test_a_context_that_contains_itself_is_refused(tmp_path: Path) -> None:
         CheckpointManager(tmp_path, {"model": scaled_model(strange=endless)})
 
 
+class Computed(Scaled):
+    """Computes an inner tensor at each access."""
+
+    @property
+    def codes(self) -> torch.Tensor:
+        return self.held.clone()
+
+    @codes.setter
+    def codes(self, value: torch.Tensor) -> None:
+        self.held = value
+
+
+def test_inner_tensors_that_are_computed_are_refused() -> None:
+    one = Computed(torch.ones(2, 2, dtype=torch.int8), torch.ones(2), {})
+    with pytest.raises(UnsupportedState, match=r"values\.w.*codes: each access"):
+        capture({"values": {"w": one}})
+
+
 def test_tied_subclasses_stay_tied() -> None:
     def new(seed: int) -> nn.Module:
         model = scaled_model(seed)

@@ -70,12 +70,18 @@ def _compute_checksum(tensor: Tensor) -> Tensor:
     words = data[: num_words * 8].view(torch.int64)
     num_rows = num_words // _NUM_COLUMNS
     rest = words[num_rows * _NUM_COLUMNS :]
-    factors = torch.arange(1, 2 * _NUM_COLUMNS, 2, device=data.device) * _MULTIPLIER
     rows = words[: num_rows * _NUM_COLUMNS].view(num_rows, _NUM_COLUMNS)
-    total = (rows.sum(0) * factors).sum()
-    total = total * 3 + (rest * factors[: len(rest)]).sum()
     tail = data[num_words * 8 :].to(torch.int64)
-    return total * 5 + (tail * factors[: len(tail)]).sum()
+    return _sum_weighted(torch.cat([rows.sum(0), rows.sum(1), rest, tail]))
+
+
+def _sum_weighted(words: Tensor) -> Tensor:
+    """Add up words, each times an odd number of its own.
+
+    The upper half of each word is added to it: two changes of bit 63 would add up to none.
+    """
+    factors = torch.arange(1, 2 * len(words), 2, device=words.device) * _MULTIPLIER
+    return ((words + (words >> 32)) * factors).sum()
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:
@@ -85,9 +91,11 @@ def _flat_bytes(tensor: Tensor) -> Tensor:
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
-def describe_tensors(tensors: Sequence[Tensor]) -> list[str]:
-    """Return dtype, sizes and digest of each tensor as text; digests are kept for later calls."""
-    sums = compute_checksums(tensors)
+def describe_tensors(tensors: Sequence[Tensor], sums: Sequence[Checksum]) -> list[str]:
+    """Return dtype, sizes and digest of each tensor as text; digests are kept for later calls.
+
+    `sums`: the checksums of the tensors.
+    """
     due = {
         id(tensor): (tensor, checksum)
         for tensor, checksum in zip(tensors, sums, strict=True)
@@ -165,7 +173,9 @@ def find_differences(
                 whole[name] = live[name]
             else:
                 found[name] = f"cannot be compared here: {reason}"
-    for name, text in zip(whole, describe_tensors([*whole.values()]), strict=True):
+    tensors = [*whole.values()]
+    texts = describe_tensors(tensors, compute_checksums(tensors))
+    for name, text in zip(whole, texts, strict=True):
         if text != recorded[name]:
             (spec, digest), (old_spec, old) = (_split_record(text), _split_record(recorded[name]))
             here, then = (digest, old) if spec == old_spec else (spec, old_spec)
@@ -229,14 +239,15 @@ class FrozenParameters:
             else:
                 places.append((component, name, parameter))
         sums = compute_checksums([parameter for _, _, parameter in places])
-        same = []
+        same, kept = [], []
         for (component, name, parameter), checksum in zip(places, sums, strict=True):
             if self._base[parameter] == checksum:
                 same.append((component, name, parameter))
+                kept.append(checksum)
             elif component in trained:  # others are averages, which are meant to change
                 self.written[f"{component}.{name}"] = "its value has changed"
         self.ids = frozenset(id(parameter) for _, _, parameter in same)
-        texts = describe_tensors([parameter for _, _, parameter in same])
+        texts = describe_tensors([parameter for _, _, parameter in same], kept)
         found: dict[str, dict[str, str]] = {}
         for (component, name, _), text in zip(same, texts, strict=True):
             found.setdefault(component, {})[name] = text

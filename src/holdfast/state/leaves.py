@@ -111,8 +111,11 @@ def _subclass_refusal(tensor: Tensor) -> str | None:
         return "nested tensors cannot be saved"
     if not is_subclass(tensor):
         return f"tensor subclass {name} cannot be saved, as it lacks {' and '.join(PARTS)}"
-    reasons = {part: refusal(inner) for part, inner in inner_tensors(tensor).items()}
-    for part, reason in reasons.items():
+    again = inner_tensors(tensor)
+    for part, inner in inner_tensors(tensor).items():
+        reason = refusal(inner)
+        if reason is None and again[part] is not inner and identity(again[part]) != identity(inner):
+            reason = "each access makes a new tensor, so that a load could not fill it"
         if reason is not None:
             return reason if reason in PASSING else f"tensor subclass {name}: {part}: {reason}"
     return None
