@@ -81,7 +81,7 @@ _FEWER_PARTS = "Do less in this call, or in fewer modules"
 SOURCE = (
     Limit("lines of src", 104_822, _SMALLER, reason="prefetchers, resized tensors"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 60_100, _SMALLER, reason="prefetchers, resized tensors"),
+    Limit("lines of the core", 60_171, _SMALLER, reason="resized tensors, trial steps"),
     Limit(
         "modules",
         395,
