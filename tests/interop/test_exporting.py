@@ -410,7 +410,7 @@ def test_an_adapter_whose_name_is_a_path_is_refused(name: str, tmp_path: Path) -
         ({"config": PEFT / "adapters", "adapter": "third"}, "no adapter 'third'.*default, second"),
         ({"config": PEFT / "adapters" / "second"}, r"'second'.*FOLDER/second"),
         ({"adapter": "second"}, "needs adapter_config.json"),
-        ({"to": "hf"}, "write its adapter with --to peft"),
+        ({"to": "hf"}, "default, second; name one with --adapter"),
     ],
     ids=str,
 )

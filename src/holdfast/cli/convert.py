@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -271,7 +272,10 @@ def _build_import_answer(
         "Also copy this file, or the files in this folder.",
         type=PATH,
     ),
-    option("--adapter", "NAME", "Name of the adapter, for peft. [default: all]"),
+    option(
+        "--adapter", "NAME", "Name of the adapter. [default: all for peft; the only one for hf]"
+    ),
+    option("--base", "PATH", "Weights that the checkpoint has only as digests, for hf."),
     option(
         "--dtype",
         None,
@@ -297,6 +301,7 @@ def export_checkpoint(
     rules: Sequence[str],
     configs: Sequence[Path],
     adapter: str | None,
+    base: str | None,
     dtype: Dtype | None,
     shard_size: str | None,
     allow_loss: bool,
@@ -307,7 +312,8 @@ def export_checkpoint(
 
     hf is a folder for from_pretrained, peft one for PeftModel.from_pretrained, safetensors a file
     (a folder with --shard-size), pt a file for torch.load, and dcp a folder for PyTorch Distributed
-    Checkpoint. peft needs --config with the adapter_config.json. Without @WHICH, the latest.
+    Checkpoint. hf merges a LoRA adapter; this and peft need --config with the adapter_config.json.
+    Without @WHICH, the latest.
     --component is by default model, or the only module. The output lists which values were skipped
     or converted.
     """
@@ -316,7 +322,7 @@ def export_checkpoint(
     out = Path(output)
     expect_free(out)
     if to == "dcp":
-        if components or rules or configs or adapter or dtype or shard_size or dry_run:
+        if components or rules or configs or adapter or base or dtype or shard_size or dry_run:
             raise UsageError("--to dcp: writes the whole checkpoint and takes no other option")
         if not is_foreign(target):
             return _export_dcp(target, out, unsafe_pickle=unsafe_pickle)
@@ -328,17 +334,22 @@ def export_checkpoint(
     from holdfast.interop.exporting.export import Export, ExportOptions
     from holdfast.interop.renaming import read_rules
 
-    options = ExportOptions(
-        to=cast("Form", to),
-        components=components,
-        rename=read_rules(rules),
-        configs=configs,
-        adapter=adapter,
-        dtype=dtype,
-        shard_nbytes=None if shard_size is None else nbytes_of(shard_size),
-        allow_loss=allow_loss,
-    )
-    with open_named(target) as source, progress_bar() as report:
+    with (
+        open_named(target) as source,
+        nullcontext() if base is None else open_named(base) as opened,
+        progress_bar() as report,
+    ):
+        options = ExportOptions(
+            to=cast("Form", to),
+            components=components,
+            rename=read_rules(rules),
+            configs=configs,
+            adapter=adapter,
+            base=opened,
+            dtype=dtype,
+            shard_nbytes=None if shard_size is None else nbytes_of(shard_size),
+            allow_loss=allow_loss,
+        )
         export = Export(source, options, report)
         if not dry_run:
             export.write_files(out)

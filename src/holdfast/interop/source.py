@@ -183,9 +183,9 @@ def expect_no_loss(
     if digests and not allow_loss:
         raise UsageError(
             f"{source.url}: {len(digests)} frozen parameters were saved by digest, such as "
-            f"{digests[0].path}. Write the adapter with --to peft, or skip them with --allow-loss "
-            "(allow_loss=True). To write all weights, make the model on the same base, call "
-            "holdfast.load_weights(ROOT, model), and save the model, with PEFT by "
+            f"{digests[0].path}. Write the adapter with --to peft, all weights with --to hf --base "
+            "FOLDER, or skip them with --allow-loss (allow_loss=True). Or make the model on the "
+            "same base, call holdfast.load_weights(ROOT, model), and save the model, with PEFT by "
             "model.merge_and_unload().save_pretrained(FOLDER)"
         )
     lost = lost_tensors(source, components)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -52,12 +52,8 @@ def select_adapter(
     Raises:
         UsageError: its kind has other names.
     """
-    kind, bias = config.get("peft_type"), config.get("bias", "none")
-    if kind != _KIND:
-        raise UsageError(
-            f"{CONFIG}: peft_type is {kind!r}, and --to peft writes {_KIND} alone. Load it with "
-            "holdfast.load_weights(ROOT, model) and write it with model.save_pretrained(FOLDER)"
-        )
+    expect_lora(config)
+    bias = config.get("bias", "none")
     chosen = [
         replace(one, name=_with_prefix(_name_in_file(match)))
         for one, match in _match_tensors(weights)
@@ -69,6 +65,22 @@ def select_adapter(
         if one.name.endswith(_BIASES.get(bias, ".bias")) and _TENSOR.fullmatch(one.name) is None
     ]
     return ExportedTensors(component=weights.component, tensors=chosen, aliases={})
+
+
+def expect_lora(config: Mapping[str, Any]) -> None:
+    """Raise `UsageError` if an adapter is not of LoRA."""
+    kind = config.get("peft_type")
+    if kind != _KIND:
+        raise UsageError(
+            f"{CONFIG}: peft_type is {kind!r}, and exports know {_KIND} alone. Load it with "
+            "holdfast.load_weights(ROOT, model) and write it with model.save_pretrained(FOLDER)"
+        )
+
+
+def match_names(names: Iterable[str]) -> dict[str, re.Match[str]]:
+    """Return the names of tensors of adapters, with their parts."""
+    matches = ((name, _TENSOR.fullmatch(name)) for name in names)
+    return {name: match for name, match in matches if match is not None}
 
 
 def parse_config(text: bytes | None, name: str) -> Mapping[str, Any]:

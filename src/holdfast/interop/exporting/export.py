@@ -6,6 +6,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
@@ -65,7 +66,9 @@ class ExportOptions:
     configs: Sequence[Path] = ()
     """Files, or folders of them, that are copied beside the weights."""
     adapter: str | None = None
-    """The adapter of a PEFT model to write; None: all."""
+    """The adapter of a PEFT model to write or merge; None: all, or the only one."""
+    base: Source | None = None
+    """Weights of the base, of which the checkpoint has only digests."""
     dtype: Dtype | None = None
     """Type to which floats of the model are cast; None: they stay."""
     shard_nbytes: int | None = None
@@ -107,8 +110,11 @@ class Export:
             source,
             options.components,
             allow_loss=options.allow_loss,
-            needs_frozen=options.to != "peft",
+            needs_frozen=options.to != "peft" and options.base is None,
         )
+        self._is_merged = False
+        if options.to == "hf":
+            source = self._source = self._merge_source(source)
         lost = lost_parameters(source, options.components)
         self.plan = ExportPlan(files=[], left_out=[*source.left_out, *lost])
         if options.to in _OF_WEIGHTS:
@@ -151,7 +157,6 @@ class Export:
             return self._plan_safetensors(weights)
         if options.to == "peft":
             return self._plan_adapters(weights)
-        _refuse_subclasses(source, component)
         files = plan_model(
             source,
             weights,
@@ -161,9 +166,41 @@ class Export:
             shard_nbytes=options.shard_nbytes or SHARD_NBYTES,
             cast=self._cast,
             report=self._report_progress,
+            without={adapters.CONFIG} if self._is_merged else (),
         )
         self._leave({component, FILES}, "a folder of a model holds its weights alone")
         return files
+
+    def _merge_source(self, source: Source) -> Source:
+        """Return the source with its adapter merged, and with the base that it lacks."""
+        options = self._options
+        component = model_of(source, options.components)
+        part = source.parts[component]
+        _refuse_subclasses(source, component)
+        if options.base is not None and not part.frozen:
+            raise UsageError(f"--base: does nothing, as {source.url} has all weights")
+        name: str | None = None
+        config: Mapping[str, Any] = {}
+        self._is_merged = bool(adapters.match_names(part.leaves))
+        if self._is_merged or options.adapter is not None:
+            found = weights_of(source, component, rename=RenameRules(), dtype=None, left_out=[])
+            name, *others = adapters.list_adapters(found, options.adapter, where=source.url)
+            if others:
+                has = ", ".join((name, *others))
+                raise UsageError(f"{source.url}: has adapters {has}; name one with --adapter")
+            config = self._find_config(source, name)
+        elif options.base is None:
+            return source
+        # Inside, as it imports torch.
+        from holdfast.interop.exporting.merging import MergedSource
+
+        return MergedSource(source, component, base=options.base, adapter=name, config=config)
+
+    def _find_config(self, source: Source, name: str) -> Mapping[str, Any]:
+        below = [path / name for path in self._options.configs]
+        found = [*self._options.configs, *(path for path in below if path.is_dir())]
+        config = _list_beside(source, found, ExportPlan(files=[])).get(adapters.CONFIG)
+        return adapters.parse_config(None if config is None else _read_planned(config), name)
 
     def _plan_safetensors(self, weights: ExportedTensors) -> list[PlannedFile]:
         self._leave({weights.component}, "the file holds the weights of one component")
@@ -268,7 +305,8 @@ def _refuse_unused_options(options: ExportOptions) -> None:
     unused = {
         "--map": bool(options.rename) and to not in _OF_WEIGHTS,
         "--config": bool(options.configs) and to not in _OF_FOLDERS,
-        "--adapter": options.adapter is not None and to != "peft",
+        "--adapter": options.adapter is not None and to not in _OF_FOLDERS,
+        "--base": options.base is not None and to != "hf",
         "--dtype": options.dtype is not None and to not in _OF_WEIGHTS,
         "--shard-size": options.shard_nbytes is not None and to not in ("hf", "safetensors"),
     }
@@ -289,6 +327,7 @@ def export_checkpoint(
     rename: Mapping[str, str] | None = None,
     config: str | os.PathLike[str] | None = None,
     adapter: str | None = None,
+    base: str | os.PathLike[str] | None = None,
     dtype: Dtype | None = None,
     shard_nbytes: int | None = None,
     allow_loss: bool = False,
@@ -300,6 +339,7 @@ def export_checkpoint(
     `adapter`, for `PeftModel.from_pretrained`), `safetensors`, `pt` (for `torch.load`).
     `components` are the ones to write, `rename` maps patterns of the names in the model to new
     names, `config` is a file or a folder of files to copy, `dtype` is the dtype for floats.
+    With `hf`, a LoRA adapter is merged into the weights of `base`, or into those of the checkpoint.
     `out` must not exist; it appears when it is whole. Keeps a few pieces in memory.
     `allow_loss` skips tensors that cannot be read or named; without it they are an error. `trust`
     lifts the bounds on the number of values in a file of another library.
@@ -310,18 +350,22 @@ def export_checkpoint(
         UsageError: `out` exists, or an option fits nothing.
         StoreError: a file cannot be read or written.
     """
-    options = ExportOptions(
-        to=to,
-        components=[*components],
-        rename=RenameRules((rename or {}).items()),
-        configs=[] if config is None else [Path(config)],
-        adapter=adapter,
-        dtype=dtype,
-        shard_nbytes=shard_nbytes,
-        allow_loss=allow_loss,
-    )
     expect_free(Path(out))
-    with open_source(os.fspath(source), trust=trust) as opened:
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_source(os.fspath(source), trust=trust))
+        options = ExportOptions(
+            to=to,
+            components=[*components],
+            rename=RenameRules((rename or {}).items()),
+            configs=[] if config is None else [Path(config)],
+            adapter=adapter,
+            base=None
+            if base is None
+            else stack.enter_context(open_source(os.fspath(base), trust=trust)),
+            dtype=dtype,
+            shard_nbytes=shard_nbytes,
+            allow_loss=allow_loss,
+        )
         return Export(opened, options).write_files(Path(out))
 
 
@@ -342,6 +386,7 @@ def plan_model(
     shard_nbytes: int,
     cast: DtypeCast,
     report: Report,
+    without: Collection[str] = (),
 ) -> list[PlannedFile]:
     """Plan the folder of a model, which `from_pretrained` reads: weights, config and tokenizer."""
     names = (one.name for one in weights.tensors)
@@ -351,7 +396,8 @@ def plan_model(
             f"{source.url}: {weights.component} is a PEFT model ({wrapped}): write its adapter "
             "with --to peft, or the merged model with model.merge_and_unload().save_pretrained(…)"
         )
-    beside = _list_beside(source, configs, plan)
+    found = _list_beside(source, configs, plan)
+    beside = {name: file for name, file in found.items() if name not in without}
     if _CONFIG not in beside:
         plan.notes.append(
             f"no {_CONFIG}: from_pretrained needs one beside the weights; --config PATH gives it"

@@ -34,7 +34,7 @@ Report: TypeAlias = Callable[[int], None]
 """Callback with the number of bytes that were written."""
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_CAST_FROM = frozenset({"F64", "F32", "F16", "BF16"})
+CAST_FROM = frozenset({"F64", "F32", "F16", "BF16"})
 _NOT_IN_SAFETENSORS = frozenset({"C32", "C128"})
 _ALIGNMENT = 8
 
@@ -113,11 +113,11 @@ def weights_of(
         )
         for key, name in first.items()
     ]
-    left_out += _iterate_left_out(part.tree, component)
+    left_out += iterate_left_out(part.tree, component)
     return ExportedTensors(component=component, tensors=tensors, aliases=aliases)
 
 
-def _iterate_left_out(tree: Any, path: str) -> Iterator[LeftOut]:
+def iterate_left_out(tree: Any, path: str) -> Iterator[LeftOut]:
     """Yield the values that are not tensors, which a file of weights cannot hold."""
     items: Iterator[tuple[Any, Any]]
     if isinstance(tree, TensorRef | ArrayRef):
@@ -133,11 +133,11 @@ def _iterate_left_out(tree: Any, path: str) -> Iterator[LeftOut]:
         yield LeftOut(path=path, why="no tensor, and the file holds tensors alone")
         return
     for key, inner in items:
-        yield from _iterate_left_out(inner, f"{path}.{key}")
+        yield from iterate_left_out(inner, f"{path}.{key}")
 
 
 def _cast(dtype: str, to: Dtype | None) -> str:
-    return to.upper() if to is not None and dtype in _CAST_FROM else dtype
+    return to.upper() if to is not None and dtype in CAST_FROM else dtype
 
 
 class DtypeCast:

@@ -1,0 +1,355 @@
+"""A model with a LoRA adapter of PEFT, read as the merged model, without making either.
+
+The base is in the checkpoint, or in another source if the checkpoint has only its digests. Each
+tensor of the base is compared with its digest before a byte is given out. Formula and dtypes are
+those of `merge_and_unload` of PEFT 0.21, so that the results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from holdfast.errors import UsageError, listing
+from holdfast.format.blocks import digest_blocks, file_digest
+from holdfast.format.nodes import TensorRef
+from holdfast.format.tensors import TensorSpec, format_record
+from holdfast.interop.exporting import adapter as adapters
+from holdfast.interop.exporting.weights import CAST_FROM, iterate_left_out, model_of
+from holdfast.interop.files import copy_bytes
+from holdfast.interop.reading import read_whole
+from holdfast.interop.source import Source, SourceComponent
+from holdfast.interop.sources.huggingface import FILES
+from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES
+
+WAY = (
+    "Load the checkpoint with holdfast.load_weights(ROOT, model) into the model with its adapter, "
+    "and write model.merge_and_unload().save_pretrained(FOLDER)"
+)
+_HARMLESS = """
+    auto_mapping base_model_name_or_path revision peft_type peft_version task_type inference_mode
+    r rank_pattern target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out
+    use_rslora modules_to_save init_lora_weights layers_to_transform layers_pattern
+    layer_replication loftq_config eva_config corda_config lora_ga_config qalora_group_size
+    megatron_core runtime_config
+"""
+"""Settings that a merge follows, or that only matter when an adapter is made or trained."""
+_PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delta:
+    """What an adapter adds to one weight: scale · B · A."""
+
+    first: str
+    """Key of A."""
+    second: str
+    """Key of B."""
+    scale: float
+    is_transposed: bool
+    is_embedding: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Origin:
+    """Where a tensor comes from, and what is added to it."""
+
+    source: Source
+    component: str
+    key: str
+    names: list[str] = field(default_factory=list)
+    record: str | None = None
+    """Record of a frozen parameter, with which the base must agree."""
+    dtype: str
+    deltas: list[_Delta] = field(default_factory=list)
+
+
+class MergedSource(Source):
+    """A source whose model is merged with an adapter, and complete."""
+
+    format = "merged"
+
+    def __init__(
+        self,
+        source: Source,
+        component: str,
+        *,
+        base: Source | None,
+        adapter: str | None,
+        config: Mapping[str, Any],
+    ) -> None:
+        """Plan without reading a tensor. `adapter` is None if the model has none.
+
+        Raises:
+            UsageError: the base lacks a parameter, or the adapter is of a kind that is not merged.
+        """
+        self.url, self.step = source.url, source.step
+        self._source, self._component, self._base = source, component, base
+        self._part = source.get_component(component)
+        self.left_out = [*source.left_out, *iterate_left_out(self._part.tree, component)]
+        self._origins: dict[str, _Origin] = {}
+        self._specs: dict[str, TensorSpec] = {}
+        self._lock = threading.Lock()
+        self._last: tuple[str, memoryview] | None = None
+        matches = adapters.match_names(self._part.leaves)
+        tree = self._add_tensors(adapter, matches)
+        if adapter is not None:
+            self._add_deltas(adapter, config, matches, tree)
+        merged = SourceComponent(kind=self._part.kind, tree=tree, specs=self._specs)
+        beside = {} if base is None or FILES not in base.parts else {FILES: base.parts[FILES]}
+        self.parts = {**beside, **source.parts, component: merged}
+
+    def _add_tensors(self, adapter: str | None, matches: Mapping[str, Any]) -> dict[str, TensorRef]:
+        """Add the tensors of the model but the adapters' own; return its tree."""
+        layers = {match["module"] or "" for match in matches.values() if match["part"]}
+        replaced = {
+            match["module"] or "" for match in matches.values() if match["saved"] == adapter
+        }
+        wrapped = {match["module"] or "" for match in matches.values() if match["saved"]}
+        tree: dict[str, TensorRef] = {}
+        wrong = []
+        for path in [*self._part.leaves, *self._part.frozen]:
+            match, name = matches.get(path), path
+            layer, of_layer, rest = path.rpartition("base_layer.")
+            module, of_module, inner = path.rpartition("original_module.")
+            if match is not None:
+                if match["saved"] != adapter or match["saved"] is None:
+                    continue
+                name = f"{match['module'] or ''}{match['of_saved']}"
+            elif of_layer and layer in layers:
+                name = f"{layer}{rest}"
+            elif of_module and module in wrapped:
+                if module in replaced:
+                    continue
+                name = f"{module}{inner}"
+            name = _without_prefix(name)
+            try:
+                key = (
+                    self._add_own(path)
+                    if path in self._part.leaves
+                    else self._add_base(name, self._part.frozen[path])
+                )
+            except UsageError as error:
+                wrong.append(str(error))
+                continue
+            if name in tree:
+                wrong.append(f"{name}: a name of two tensors of the merged model")
+            self._origins[key].names.append(name)
+            tree[name] = TensorRef(key)
+        if wrong:
+            url = self.url if self._base is None else self._base.url
+            raise UsageError(
+                f"{url}: {len(wrong)} parameters are not those of the base of {self.url}. Give "
+                f"the folder of the model that was trained. {WAY}:\n{listing(wrong)}"
+            )
+        return tree
+
+    def _add_own(self, path: str) -> str:
+        old = self._part.leaves[path].key
+        key, spec = f"own {old}", self._part.specs[old]
+        if key not in self._origins:
+            self._specs[key] = TensorSpec(key, spec.dtype, spec.shape)
+            self._origins[key] = _Origin(
+                source=self._source, component=self._component, key=old, dtype=spec.dtype
+            )
+        return key
+
+    def _add_base(self, name: str, record: str) -> str:
+        assert self._base is not None  # expect_no_loss
+        component = model_of(self._base, ())
+        part = self._base.parts[component]
+        old = _find_name(part.leaves, name)
+        if old is None:
+            raise UsageError(f"{name}: not in the base")
+        old_key = part.leaves[old].key
+        spec = part.specs[old_key]
+        dtype = record.partition(" ")[0]
+        is_cast = {dtype, spec.dtype} <= CAST_FROM
+        if not record.startswith(format_record(dtype, spec.shape, "")) or not (
+            is_cast or dtype == spec.dtype
+        ):
+            here = format_record(spec.dtype, spec.shape, "")
+            raise UsageError(f"{name}: {here}in the base, {record.rpartition(' ')[0]} when saved")
+        key = f"base {old_key} {record}"
+        if key not in self._origins:
+            self._specs[key] = TensorSpec(key, dtype, spec.shape)
+            self._origins[key] = _Origin(
+                source=self._base,
+                component=component,
+                key=old_key,
+                record=record,
+                dtype=dtype,
+            )
+        return key
+
+    def _add_deltas(
+        self,
+        adapter: str,
+        config: Mapping[str, Any],
+        matches: Mapping[str, Any],
+        tree: Mapping[str, TensorRef],
+    ) -> None:
+        adapters.expect_lora(config)
+        wrong = [
+            f"{adapters.CONFIG}: {key} is {value!r}"
+            for key, value in config.items()
+            if value and key not in _HARMLESS.split() and (key, value) != ("bias", "none")
+        ]
+        alpha = config.get("lora_alpha")
+        if not isinstance(alpha, int | float):
+            wrong.append(f"{adapters.CONFIG}: lora_alpha is {alpha!r}")
+        layers: dict[str, dict[str, str]] = {}
+        for path, match in matches.items():
+            if match["name"] == adapter:
+                end = match["end"] or ""
+                part = match["part"] + ("" if end == ".weight" else end)
+                layers.setdefault(match["module"] or "", {})[part] = path
+        oriented: dict[str, bool | None] = {}
+        for layer, paths in layers.items():
+            names = [pair for pair in _PAIRS if {*pair} == paths.keys()]
+            ref = tree.get(_without_prefix(f"{layer}weight"))
+            if not names or ref is None or self._origins[ref.key].dtype not in CAST_FROM:
+                why = f"has {', '.join(sorted(paths))}" if not names else "quantized, or no weight"
+                wrong.append(f"{layer.removesuffix('.')}: {why}")
+                continue
+            first, second = (self._part.leaves[paths[name]].key for name in names[0])
+            sizes = [self._part.specs[key].shape for key in (first, second)]
+            shape = self._specs[ref.key].shape
+            is_embedding = names[0] == _PAIRS[1]
+            fits = [
+                is_transposed
+                for is_transposed in ((True,) if is_embedding else (False, True))
+                if [len(one) for one in sizes] == [2, 2]
+                and (sizes[1][0], sizes[0][1]) == (shape[::-1] if is_transposed else shape)
+                and sizes[0][0] == sizes[1][1] > 0
+            ]
+            if not fits:
+                wrong.append(f"{layer.removesuffix('.')}: {sizes} for a weight of {shape}")
+                continue
+            if not is_embedding:
+                oriented[layer] = fits[0] if len(fits) == 1 else None
+            is_transposed = fits[0] if len(fits) == 1 else bool(config.get("fan_in_fan_out"))
+            rank = sizes[0][0]
+            scale = float(alpha or 0) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+            self._origins[ref.key].deltas.append(
+                _Delta(
+                    first=first,
+                    second=second,
+                    scale=scale,
+                    is_transposed=is_transposed,
+                    is_embedding=is_embedding,
+                )
+            )
+        known = {one for one in oriented.values() if one is not None}
+        if known - {bool(config.get("fan_in_fan_out"))}:
+            # PEFT looks at the class of each layer; here only shapes tell, and those of squares do
+            # not.
+            wrong += [
+                f"{layer.removesuffix('.')}: square, and fan_in_fan_out of {adapters.CONFIG} is "
+                "wrong for other layers"
+                for layer, one in oriented.items()
+                if one is None
+            ]
+        if wrong:
+            raise UsageError(
+                f"{self.url}: adapter {adapter!r} cannot be merged here. {WAY}:\n{listing(wrong)}"
+            )
+
+    @override
+    def read_into(self, component: str, key: str, start: int, memory: memoryview) -> None:
+        if component != self._component:
+            is_own = component in self._source.parts
+            source = self._source if is_own or self._base is None else self._base
+            source.read_into(component, key, start, memory)
+            return
+        origin = self._origins[key]
+        if not origin.deltas and origin.record is None:
+            origin.source.read_into(component, origin.key, start, memory)
+            return
+        # One tensor at a time, as the threads that read ahead would compute several.
+        with self._lock:
+            if self._last is None or self._last[0] != key:
+                self._last = None
+                self._last = key, _bytes_of(self._compute_tensor(origin))
+            copy_bytes(self._last[1][start : start + memory.nbytes], memory)
+
+    def _compute_tensor(self, origin: _Origin) -> Tensor:
+        tensor = _read_origin(origin)
+        if origin.record is not None and not _agrees(tensor, origin.record):
+            self._refuse_base()
+        for delta in origin.deltas:
+            tensor += self._compute_delta(delta, tensor.dtype)
+        return tensor
+
+    def _compute_delta(self, delta: _Delta, dtype: torch.dtype) -> Tensor:
+        first, second = (
+            _read_tensor(self._source, self._component, key) for key in (delta.first, delta.second)
+        )
+        own_dtype = (first if delta.is_embedding else second).dtype
+        is_half = own_dtype in (torch.float16, torch.bfloat16)
+        if is_half:
+            first, second = first.float(), second.float()
+        product = second @ first
+        made = (product.T if delta.is_transposed else product) * delta.scale
+        if is_half:
+            made = made.to(own_dtype)
+        return made.to(dtype) if delta.is_embedding else made
+
+    def _refuse_base(self) -> None:
+        wrong = [
+            ", ".join(origin.names)
+            for origin in self._origins.values()
+            if origin.record is not None and not _agrees(_read_origin(origin), origin.record)
+        ]
+        assert self._base is not None
+        raise UsageError(
+            f"{self._base.url}: {len(wrong)} parameters differ from their digests in {self.url}, "
+            f"so it is not the base that was trained:\n{listing(wrong)}"
+        )
+
+    @override
+    def close(self) -> None:
+        """Do nothing: the sources belong to the caller."""
+
+
+def _without_prefix(name: str) -> str:
+    return name.replace(adapters.PREFIX, "", 1)
+
+
+def _find_name(names: Mapping[str, object], name: str) -> str | None:
+    """Find a parameter that the base may have with another first part, such as `model.`, or none.
+
+    Digests are compared, so a wrong one is refused.
+    """
+    inner = name.partition(".")[2]
+    outer = (one for one in names if one.partition(".")[2] == name)
+    return next((one for one in (name, inner) if one in names), next(outer, None))
+
+
+def _read_tensor(source: Source, component: str, key: str) -> Tensor:
+    spec = source.parts[component].specs[key]
+    data = bytearray(spec.nbytes)
+    read_whole(source, component, key, 0, memoryview(data))
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[spec.dtype]).reshape(spec.shape)
+
+
+def _read_origin(origin: _Origin) -> Tensor:
+    """Read a tensor in the dtype that it had in the run."""
+    found = _read_tensor(origin.source, origin.component, origin.key)
+    return found.to(TORCH_DTYPES[origin.dtype])
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _agrees(tensor: Tensor, record: str) -> bool:
+    digest = file_digest(tensor.nbytes, digest_blocks(_bytes_of(tensor)))
+    return format_record(DTYPE_NAMES[tensor.dtype], tensor.shape, digest) == record
