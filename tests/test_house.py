@@ -79,14 +79,14 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 104_822, _SMALLER, reason="prefetchers, resized tensors"),
+    Limit("lines of src", 105_260, _SMALLER, reason="exports of merged adapters"),
     # All but train, bridges, interop, sinks, cli and testing.
     Limit("lines of the core", 60_171, _SMALLER, reason="resized tensors, trial steps"),
     Limit(
         "modules",
-        395,
+        396,
         "Put the function beside its only caller",
-        reason="frozen parameters by digest",
+        reason="exports of merged adapters",
     ),
     # Classes with one name in several modules; the figure counts names.
     Limit("public class names used twice", 0, "Put the subject into the name", slack=2),

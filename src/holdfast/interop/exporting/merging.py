@@ -8,6 +8,7 @@ those of `merge_and_unload` of PEFT 0.21, so that the results are equal bit for 
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -106,7 +107,9 @@ class MergedSource(Source):
         beside = {} if base is None or FILES not in base.parts else {FILES: base.parts[FILES]}
         self.parts = {**beside, **source.parts, component: merged}
 
-    def _add_tensors(self, adapter: str | None, matches: Mapping[str, Any]) -> dict[str, TensorRef]:
+    def _add_tensors(
+        self, adapter: str | None, matches: Mapping[str, re.Match[str]]
+    ) -> dict[str, TensorRef]:
         """Add the tensors of the model but the adapters' own; return its tree."""
         layers = {match["module"] or "" for match in matches.values() if match["part"]}
         replaced = {
@@ -193,7 +196,7 @@ class MergedSource(Source):
         self,
         adapter: str,
         config: Mapping[str, Any],
-        matches: Mapping[str, Any],
+        matches: Mapping[str, re.Match[str]],
         tree: Mapping[str, TensorRef],
     ) -> None:
         adapters.expect_lora(config)
