@@ -31,7 +31,7 @@ _REFUSED = {
     "DEEPSPEED": "its engine owns the optimizer state; use FSDP2 (fsdp_version=2), or DDP if the "
     "model and its optimizer state fit on each rank. `holdfast import` converts its checkpoints",
 }
-"""Ways of running that Accelerate has besides torch's modules, DDP and FSDP2, and what to do."""
+"""Distributed types of Accelerate that are refused -> what to use in place of them."""
 
 
 def state(accelerator: Accelerator, *, data: Any = None, **others: Any) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def check_distributed_type(accelerator: Accelerator) -> None:
 
 
 def agree_on_data(accelerator: Accelerator, data: Any) -> None:
-    """Describe the data on all ranks as the first one does; they all call it.
+    """Use the description of the data from rank 0 on all ranks, each of which calls this.
 
     Raises:
         UsageError: ranks that hold parts of one replica would get different batches.

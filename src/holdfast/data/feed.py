@@ -272,11 +272,11 @@ class Feed(ABC):
     def iterate_through(self, prefetcher: Iterable[T]) -> Iterator[T]:
         """Iterate over a prefetcher of this loader; the position counts the yielded batches.
 
-        Batches that it has taken and not yielded are not lost at a resume, nor after a `break`. It
-        yields one item for each batch, in their order, and begins to read when it is iterated over.
+        Batches that it has taken and not yielded are not lost at a resume or after a `break`. It
+        must yield one item per batch, in order, and take none before it is iterated over.
 
         Raises:
-            UsageError: it began earlier, or has yielded more items than there were batches.
+            UsageError: it took batches earlier, or yielded more items than it took batches.
         """
         self._return_ahead()
         ahead = self._ahead = _Ahead(self._generation, self._now)
@@ -285,10 +285,10 @@ class Feed(ABC):
             for item in prefetcher:
                 if ahead is not self._ahead or ahead.is_early or not ahead.held:
                     raise UsageError(
-                        f"iterate_through: the position of the {self._name} is unknown, as this "
-                        "prefetcher took batches before it was iterated over, yielded more items "
-                        "than it took batches, or a later iteration has started. Write it as a "
-                        "generator function, and pass a new generator for each iteration"
+                        f"iterate_through: the {self._name}'s position is unknown: this prefetcher "
+                        "took batches before it was iterated over, yielded more items than it took "
+                        "batches, or another iteration has started. Make it a generator function, "
+                        "and pass a new generator"
                     )
                 ahead.yielded = ahead.held.popleft()
                 self._warn_of_thread(ahead)
@@ -318,7 +318,7 @@ class Feed(ABC):
             )
 
     def _return_ahead(self) -> None:
-        """Go back behind the last batch that a prefetcher has yielded, if it holds others."""
+        """Return to the position after the last yielded batch, if a prefetcher holds others."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             self._generation += 1
@@ -376,8 +376,8 @@ class Feed(ABC):
     def _expect_alive(self, generation: int) -> None:
         if generation != self._generation:
             raise UsageError(
-                f"this iterator of the {self._name} has ended: another one was started, or the "
-                f"position was loaded; iterate over the {self._name} again"
+                f"this iterator of the {self._name} has ended: another one was started, a loop "
+                f"over iterate_through ended, or a position was loaded; iterate over it again"
             )
 
     def _check_group(self) -> None:

@@ -247,7 +247,7 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def refuse_other_sharding(state: Mapping[str, Any], *, allows_fsdp1: bool = False) -> None:
-    """Refuse what FSDP1 or DeepSpeed shards: ranks hold other parts under one name.
+    """Raise `UnsupportedState` for modules and optimizers that FSDP1 or DeepSpeed shards.
 
     Objects are refused if an attribute of theirs is sharded. Only schedulers may have such an
     optimizer, because they save nothing of it.

@@ -1,9 +1,9 @@
-"""Frozen parameters that checkpoints record by digest: found at a save, compared in a load.
+"""Parameters that are saved as digests only: chosen at each save, compared in each load.
 
-A checkpoint may leave out a parameter only if the script itself makes the same value again. So the
-values that parameters have before training, when they are the base, are recorded as checksums, and
-each save compares them: code may write to `parameter.data`, which torch does not count. Digests,
-which prove equality, are computed once for each value in a process (decision 0063).
+A parameter is omitted only if the script creates the same value in each process. So checksums of
+all parameters are taken before training, and each save compares them: code may write to
+`parameter.data`, which torch does not count. Digests, which prove equality, are computed once for
+each value in a process (decision 0063).
 """
 
 from __future__ import annotations
@@ -261,7 +261,8 @@ class FrozenParameters:
         if is_dtensor(parameter):
             return "a DTensor, of which each rank holds a part"
         if parameter not in self._base:
-            return refusal(parameter) or "created after the manager"
+            kind = type(parameter).__name__
+            return f"a {kind} has no digest" if refusal(parameter) else "created after the manager"
         return None
 
     def _iterate_parameters(self) -> Iterator[tuple[str, str, Tensor]]:

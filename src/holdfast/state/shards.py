@@ -221,9 +221,9 @@ def _of_dtensor(tensor: DTensor) -> LocalShards | Refused:
 def shards_of_inner(outer: DTensor, inner: Tensor) -> LocalShards | Refused:
     """Read what this rank holds of an inner tensor of the local tensor of a DTensor.
 
-    If it is cut as the DTensor is, it has a global shape. Otherwise it is a part of one that has
-    those of all shards behind each other: at the place of the elements that it describes, as for
-    scales of blocks, or of as many ranks as there are, as for a table.
+    If it is sharded like the DTensor, it has a global shape. Otherwise the parts of all shards are
+    concatenated: in the order of the elements that they describe, such as scales of blocks, or one
+    for each rank, such as tables.
     """
     splits = _splits(outer)
     if isinstance(splits, Refused):

@@ -117,7 +117,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         self._open = ExitStack()
         self._reader: CheckpointReader | None = None
         self.chosen_path: str | os.PathLike[str] | None = None
-        """What Lightning was given as `ckpt_path`, with "best" and "last" replaced by a path."""
+        """The `ckpt_path` that Lightning was given; "best" and "last" are replaced by a path."""
         self._generators: Generators | None = None
         """Those that were resumed, until training goes on."""
         self._state: TrainerState | None = None

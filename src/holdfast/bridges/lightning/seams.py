@@ -60,7 +60,7 @@ _NEEDED = (
 """Parts of Lightning's Trainer that are no public interface, or not as they are used here."""
 _STRATEGIES = (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)
 _UNSUPPORTED = frozenset({"DeepSpeedStrategy", "SingleDeviceXLAStrategy", "XLAStrategy"})
-"""Names of subclasses of these that hold other parts of a model on each rank, or were not tried."""
+"""Names of subclasses of these that are refused: they shard in other ways, or are untested."""
 _IMPORT_DEEPSPEED = "; `holdfast import` converts checkpoints of DeepSpeed"
 RESTARTING = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
 """Members of a loop by which it repeats parts of an epoch; not each version has each."""
@@ -120,7 +120,7 @@ def find_last(callback: type[Any]) -> None:
 
 
 _NOT_OURS: Any = object()
-"""Stands for a path that Lightning's own callbacks know."""
+"""Returned for a path that Lightning's own callbacks resolve."""
 
 
 def _find_named(ours: Any, others: list[Any], name: str, is_fit: bool) -> Any:

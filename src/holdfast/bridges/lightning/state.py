@@ -220,7 +220,7 @@ class TrainerState:
 
 @contextmanager
 def _without_gathering(strategy: Any, own: Mapping[str, Any]) -> Iterator[None]:
-    """Let Lightning's dump refer to weights and moments: other components hold them.
+    """Keep Lightning's dump from gathering weights and moments, which other components hold.
 
     Strategies of sharded models would copy or gather them.
     """

@@ -284,7 +284,7 @@ class TransformersRun(TrainerCallback):
             self._save()
 
     def is_over(self) -> bool:
-        """Whether nothing is left of the training under way."""
+        """Whether the current training is finished."""
         return self.manager is not None and (self.was_done or self.is_done())
 
     def is_done(self) -> bool:

@@ -197,7 +197,7 @@ def loader_of(trainer: Any, given: Any) -> Loader:
 
 
 def _find_batches(given: Any) -> tuple[Any, int]:
-    """Batches of a DataLoader, inside of what accelerate wraps around them, for how many ranks."""
+    """Return a DataLoader's batch sampler without Accelerate's wrappers, and its ranks."""
     found, num_ranks = given.batch_sampler, 1
     while hasattr(found, "batch_sampler"):
         num_ranks = getattr(found, "num_processes", num_ranks)

@@ -88,8 +88,8 @@ def parse_config(text: bytes | None, name: str) -> Mapping[str, Any]:
     if text is None:
         folder = "FOLDER" if name == DEFAULT else f"FOLDER/{name}"
         raise UsageError(
-            f"adapter {name!r}: needs {CONFIG}, as a checkpoint holds tensors: write it with "
-            f"model.peft_config[{name!r}].save_pretrained({folder!r}), and give --config FOLDER"
+            f"adapter {name!r}: {CONFIG} is not in checkpoints: write it with model.peft_config["
+            f"{name!r}].save_pretrained({folder!r}), and pass --config FOLDER"
         )
     try:
         found = json.loads(text)

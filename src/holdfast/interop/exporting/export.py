@@ -234,7 +234,7 @@ class Export:
             return self._plan_adapter(weights, names[0], beside)
         wrong = [name for name in names if not _is_plain_name(name)]
         if wrong:
-            raise UsageError(f"adapters {wrong}: no names of folders; name one with --adapter")
+            raise UsageError(f"adapters {wrong} cannot name folders; choose one with --adapter")
         beside = _list_beside(self._source, configs, self.plan)
         left = [one for one in self.plan.left_out if Path(one.path).name not in names]
         self.plan.left_out[:] = left

@@ -1,8 +1,8 @@
 """Reads folders of DeepSpeed: ZeRO stages 0 to 3, and universal checkpoints.
 
-Each rank has written its parts of flat vectors, in which the parameters of a group lie one after
-the other: of stages 1 and 2 the vector is divided, of stage 3 each parameter. The layout is that of
-`zero_to_fp32.py` of DeepSpeed 0.19. Nothing in a file is run.
+The parameters of a group are joined to a flat vector. Stages 1 and 2 divide this vector among the
+ranks, stage 3 divides each parameter. The layout follows `zero_to_fp32.py` of DeepSpeed 0.19.
+Nothing in a file is run.
 """
 
 from __future__ import annotations

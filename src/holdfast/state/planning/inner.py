@@ -1,6 +1,6 @@
-"""Stored tensor subclasses and live ones: they are compared, and their inner tensors paired.
+"""Compares stored tensor subclasses with live ones, and pairs their inner tensors.
 
-A stored subclass goes only into a live tensor of the same class, whose context is the stored one.
+A stored subclass is loaded only into a live tensor of the same class with an equal context.
 No class is imported or built by a name in a file.
 """
 
