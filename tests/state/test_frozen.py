@@ -23,7 +23,7 @@ from holdfast.interop.opening import open_source
 from holdfast.saving import script_warnings
 from holdfast.state.frozen import compute_checksums
 from holdfast.state.leaves import plain_parts
-from quantized import bits_in, import_torchao
+from quantized import Mode, bits_in, import_torchao, scaled_model
 
 Step = Callable[[], None]
 
@@ -333,6 +333,22 @@ def test_a_quantized_base_is_recorded_by_its_inner_tensors(tmp_path: Path) -> No
     again["model"].base = nn.Linear(256, 256)
     with pytest.raises(MismatchError, match=r"base\.weight \(F32 \[256,256\] here, NF4Tensor"):
         holdfast.load_weights(tmp_path, again["model"])
+
+
+def test_settings_of_a_quantized_base_are_compared(tmp_path: Path) -> None:
+    def make(**changes: Any) -> dict[str, Any]:
+        return {"model": scaled_model(**changes)}
+
+    with manager_of(tmp_path, make()) as manager:
+        save(manager, 1)
+    with manager_of(tmp_path, make()) as manager:
+        manager.resume()
+    for changes in ({"scale": 0.25}, {"mode": Mode.DOWN}, {"names": ("a", "b")}):
+        with (
+            manager_of(tmp_path, make(**changes)) as manager,
+            pytest.raises(MismatchError, match=r"0\.weight"),
+        ):
+            manager.resume()
 
 
 @pytest.mark.parametrize(("frozen", "trained"), [(None, False), (None, True), ("by digest", False)])

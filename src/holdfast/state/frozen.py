@@ -26,11 +26,14 @@ from holdfast.state.leaves import (
     inner_tensors,
     is_dtensor,
     is_subclass,
+    plain_name,
     plain_parts,
     refusal,
 )
 from holdfast.state.planning.copying import bytes_of
+from holdfast.state.planning.inner import describe_context
 from holdfast.state.selection import shortened
+from holdfast.state.trees import decoded_context
 from holdfast.threads.progress import watch_all
 from holdfast.threads.workers import Workers, gather_results, num_threads
 
@@ -39,8 +42,8 @@ _NUM_COLUMNS = 8191
 _MULTIPLIER = 0x1E3779B97F4A7C15
 _TIMEOUT_S = 1800.0
 
-Checksum: TypeAlias = tuple[int, ...]
-"""Checksums of the parts of a tensor, of which a tensor subclass has several."""
+Checksum: TypeAlias = tuple[object, ...]
+"""Dtype, sizes and checksums of the parts of a tensor, of which a subclass has several."""
 _known: MutableMapping[Tensor, tuple[Checksum, str]] = WeakTensorKeyDictionary()
 """Tensor -> its checksum, and its record as text."""
 
@@ -59,7 +62,9 @@ def compute_checksums(tensors: Sequence[Tensor]) -> list[Checksum]:
             for number, value in zip(numbers, sums.tolist(), strict=True):
                 found[number] = value
     values = iter(found)
-    return [tuple(next(values) for _ in of_tensor) for of_tensor in parts]
+    return [
+        tuple((part.dtype, part.shape, next(values)) for part in of_tensor) for of_tensor in parts
+    ]
 
 
 def _compute_checksum(tensor: Tensor) -> Tensor:
@@ -124,8 +129,12 @@ def _describe_part(part: Tensor, digest: str) -> str:
 
 
 def _join_records(tensor: Tensor, records: Sequence[tuple[str, str]]) -> str:
-    """Return the record of a subclass: its digest is that of the lines of its inner tensors."""
-    lines = "".join(f"{name} {text}\n" for name, text in records).encode()
+    """Return the record of a subclass: the digest is of lines of inner tensors and context."""
+    settings = (
+        "context",
+        f"{plain_name(tensor.dtype)} {describe_context(decoded_context(tensor))}",
+    )
+    lines = "".join(f"{name} {text}\n" for name, text in [*records, settings]).encode()
     nbytes = sum(part.nbytes for part in plain_parts(tensor))
     digest = file_digest(len(lines), digest_blocks(lines))
     return format_record(type(tensor).__name__, tensor.shape, digest, nbytes=nbytes)
@@ -168,7 +177,7 @@ def find_differences(
     whole = {}
     for name in recorded:
         if name in live:
-            reason = "a DTensor" if is_dtensor(live[name]) else refusal(live[name])
+            reason = _reason_against(live[name])
             if reason is None:
                 whole[name] = live[name]
             else:
@@ -195,6 +204,19 @@ def _split_record(text: str) -> tuple[str, str]:
     return spec, f"{digest.removeprefix('blake3:')[:8]}…"
 
 
+def _reason_against(parameter: Tensor) -> str | None:
+    """Return why a parameter cannot be recorded by digest, or None if it can."""
+    if is_dtensor(parameter):
+        return "a DTensor, of which each rank holds a part"
+    reason = refusal(parameter)
+    if reason is None and is_subclass(parameter):
+        try:
+            decoded_context(parameter)
+        except ValueError as err:
+            return f"{err} in its context"
+    return reason
+
+
 class FrozenParameters:
     """Parameters of the modules of a state that a save may record by digest."""
 
@@ -213,7 +235,7 @@ class FrozenParameters:
         tensors = [
             parameter
             for _, _, parameter in self._iterate_parameters()
-            if refusal(parameter) is None and not is_dtensor(parameter)
+            if _reason_against(parameter) is None
         ]
         sums = compute_checksums(tensors)
         self._base = WeakTensorKeyDictionary(dict(zip(tensors, sums, strict=True)))
@@ -234,10 +256,13 @@ class FrozenParameters:
         for component, name, parameter in self._iterate_parameters():
             if parameter.requires_grad or parameter.grad is not None or id(parameter) in stepped:
                 continue
-            if reason := self._reason_to_save(parameter):
-                self.written[f"{component}.{name}"] = reason
-            else:
+            if parameter in self._base:
                 places.append((component, name, parameter))
+            else:
+                reason = "created after the manager"
+                if _reason_against(parameter) is not None:
+                    reason = f"a {type(parameter).__name__} has no digest"
+                self.written[f"{component}.{name}"] = reason
         sums = compute_checksums([parameter for _, _, parameter in places])
         same, kept = [], []
         for (component, name, parameter), checksum in zip(places, sums, strict=True):
@@ -256,14 +281,6 @@ class FrozenParameters:
                 found[component] = self._records[component]
         self._records = found
         return found
-
-    def _reason_to_save(self, parameter: Tensor) -> str | None:
-        if is_dtensor(parameter):
-            return "a DTensor, of which each rank holds a part"
-        if parameter not in self._base:
-            kind = type(parameter).__name__
-            return f"a {kind} has no digest" if refusal(parameter) else "created after the manager"
-        return None
 
     def _iterate_parameters(self) -> Iterator[tuple[str, str, Tensor]]:
         for component, value in self._state.items():

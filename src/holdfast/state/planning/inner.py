@@ -237,6 +237,21 @@ def compare_contexts(stored: Any, live: Any, path: str = "") -> str | None:
     return f"its context{f': {path}' if path else ''}: stored {stored!r:.80}, live {live!r:.80}"
 
 
+def describe_context(context: object) -> str:
+    """Return a decoded context as text, equal for two in which `compare_contexts` finds nothing."""
+    if isinstance(context, torch.device):
+        return "device"
+    if isinstance(context, EnumValue):
+        return repr(_enum_key(context))
+    kind = type(context).__name__
+    if isinstance(context, dict):
+        items = sorted(f"{key!r}: {describe_context(one)}" for key, one in context.items())
+        return f"{kind}({', '.join(items)})"
+    if isinstance(context, list | tuple):
+        return f"{kind}({', '.join(map(describe_context, context))})"
+    return f"{kind}({context!r})"
+
+
 def _enum_key(member: EnumValue) -> tuple[Any, ...]:
     return class_name(member.type), member.name, repr(member.value)
 
