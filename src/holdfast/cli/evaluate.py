@@ -131,12 +131,10 @@ def evaluate_root(
 ) -> int:
     """Run a command on each checkpoint that lacks a metric.
 
-    {checkpoint} in the command is replaced by the checkpoint's folder, or by ROOT@FOLDER if the
-    root is a URL. The last line that the command prints must be a JSON object of numbers, such as
-    {"eval/mmlu": 0.61}, which are added to the checkpoint. The oldest checkpoint comes first. Start
-    this command any number of times, on any machines: they evaluate each checkpoint once. If an
-    evaluation is killed, another process repeats it. Exit code 1: a checkpoint was left without a
-    value after all tries.
+    {checkpoint} is replaced by the checkpoint's folder, or by ROOT@FOLDER if the root is a URL. The
+    last line that the command prints must be a JSON object of numbers, such as {"eval/mmlu": 0.61},
+    which are added to the checkpoint. Started any number of times, on any machines, it evaluates
+    each checkpoint once, the oldest first. Exit code 1: a checkpoint has no value after all tries.
     """
     if not any(_PLACEHOLDER in word for word in command):
         raise UsageError(

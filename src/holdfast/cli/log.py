@@ -152,9 +152,9 @@ def log_root(root: str, *, saves: bool = False) -> Answer:
     """List the sessions of a run, oldest first.
 
     A session is the time in which one process owns the run. Shown are its host and process, the
-    step from which it resumed, its last save, how many of its checkpoints still exist, and how it
-    ended: closed, also by an error that left the `with` block, or crashed or killed. Reasons of
-    deletions and changes of arguments, data and versions are listed below.
+    step from which it resumed, its last save, how many of its checkpoints still exist, and whether
+    it was closed (also by an error), or crashed or killed. Deletions with their reasons, and
+    changes of arguments, data and versions are listed below.
     """
     store = open_root(root)
     catalog = Catalog(store)

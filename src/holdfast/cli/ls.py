@@ -116,10 +116,10 @@ class _RootContents:
 def list_root(root: str) -> Answer:
     """List the checkpoints of a root, newest first.
 
-    The last column has marks: latest and best (the checkpoints that ROOT@latest and ROOT@best
-    name), rejected (a resume found damage), left behind (a rollback went back to an older
-    checkpoint), unhealthy (a resume skips it), by NAME (the saver), and #tag. Unreadable manifests,
-    unfinished saves, the owner of the run and readers are listed below the table.
+    The last column has marks: latest and best (as in ROOT@latest and ROOT@best), rejected (a resume
+    found damage), left behind (by a rollback), unhealthy (a resume skips it), by NAME (the saver),
+    and #tag. Unreadable manifests, unfinished saves, the owner of the run and readers are listed
+    below the table.
     """
     store = open_root(root)
     contents = _read_root_contents(store)
