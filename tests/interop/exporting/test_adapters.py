@@ -42,7 +42,7 @@ def make_adapters(base: Any = None, **adapters: dict[str, Any]) -> Any:
 
 def save_model(model: Any, root: Path, config: Path, **options: Any) -> None:
     """Save a model, with its base by digest, and the configurations of its adapters."""
-    for name, one in model.peft_config.items():
+    for name, one in getattr(model, "peft_config", {}).items():
         one.save_pretrained(config if name == "default" else config / name)
     with CheckpointManager(root, {"model": model}, **options) as checkpoints:
         checkpoints.save(1)
@@ -194,3 +194,23 @@ def test_what_is_not_merged_is_refused(
     with pytest.raises(UsageError, match=message) as caught:
         export_checkpoint(tmp_path / "root", tmp_path / "out", to="hf", config=tmp_path / "config")
     assert "merge_and_unload" in str(caught.value)
+
+
+def test_frozen_parameters_without_an_adapter_are_read_from_the_base(tmp_path: Path) -> None:
+    """The names may lack a first part, and the file may have a type that the run casts."""
+    model = torch.nn.ModuleDict({"net": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 2)})
+    model.half()
+    model["net"].requires_grad_(False)
+    save_model(model, tmp_path / "root", tmp_path, frozen="by digest")
+    weights = {name: one.detach().float() for name, one in model["net"].named_parameters()}
+    base, out = tmp_path / "base.safetensors", tmp_path / "out"
+    save_file(weights, base)
+    export_checkpoint(tmp_path / "root", out, to="hf", base=base)
+    written = load_file(out / "model.safetensors")
+    assert written.keys() == model.state_dict().keys()
+    assert all(torch.equal(written[name], one) for name, one in model.state_dict().items())
+    save_model(model, tmp_path / "whole", tmp_path)
+    with pytest.raises(UsageError, match="has all weights"):
+        export_checkpoint(tmp_path / "whole", tmp_path / "other", to="hf", base=base)
+    with pytest.raises(UsageError, match="--base: does nothing"):
+        export_checkpoint(tmp_path / "root", tmp_path / "other", to="safetensors", base=base)

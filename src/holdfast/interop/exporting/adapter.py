@@ -20,6 +20,8 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 """First part of all names in a model that PEFT has wrapped."""
+WRAPPERS = ("base_layer.", "original_module.")
+"""Parts of the names of the base, which adapters alone, as in a file, do not have beside them."""
 DEFAULT = "default"
 _KIND = "LORA"
 _BIASES: Mapping[Any, str | tuple[str, ...]] = {"none": (), "lora_only": ".base_layer.bias"}
@@ -73,7 +75,8 @@ def expect_lora(config: Mapping[str, Any]) -> None:
     if kind != _KIND:
         raise UsageError(
             f"{CONFIG}: peft_type is {kind!r}, and exports know {_KIND} alone. Load it with "
-            "holdfast.load_weights(ROOT, model) and write it with model.save_pretrained(FOLDER)"
+            "holdfast.load_weights(ROOT, model) and write it with model.save_pretrained(FOLDER), "
+            "or with model.merge_and_unload().save_pretrained(FOLDER)"
         )
 
 

@@ -181,7 +181,10 @@ class Export:
             raise UsageError(f"--base: does nothing, as {source.url} has all weights")
         name: str | None = None
         config: Mapping[str, Any] = {}
-        self._is_merged = bool(adapters.match_names(part.leaves))
+        leaves = part.leaves
+        self._is_merged = bool(adapters.match_names(leaves)) and any(
+            wrapper in path for path in (*leaves, *part.frozen) for wrapper in adapters.WRAPPERS
+        )
         if self._is_merged or options.adapter is not None:
             found = weights_of(source, component, rename=RenameRules(), dtype=None, left_out=[])
             name, *others = adapters.list_adapters(found, options.adapter, where=source.url)

@@ -42,6 +42,8 @@ _HARMLESS = """
     megatron_core runtime_config
 """
 """Settings that a merge follows, or that only matter when an adapter is made or trained."""
+_MOST_KEPT_NBYTES = 64 << 20
+"""Bytes of computed tensors that are kept, or two, as several threads read the next pieces."""
 _PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 
 
@@ -98,8 +100,10 @@ class MergedSource(Source):
         self._origins: dict[str, _Origin] = {}
         self._specs: dict[str, TensorSpec] = {}
         self._lock = threading.Lock()
-        self._last: tuple[str, memoryview] | None = None
-        matches = adapters.match_names(self._part.leaves)
+        self._made: dict[str, memoryview] = {}
+        self._leaves = self._part.leaves
+        self._names = {} if base is None else _list_names(base.get_component(model_of(base, ())))
+        matches = adapters.match_names(self._leaves)
         tree = self._add_tensors(adapter, matches)
         if adapter is not None:
             self._add_deltas(adapter, config, matches, tree)
@@ -118,7 +122,7 @@ class MergedSource(Source):
         wrapped = {match["module"] or "" for match in matches.values() if match["saved"]}
         tree: dict[str, TensorRef] = {}
         wrong = []
-        for path in [*self._part.leaves, *self._part.frozen]:
+        for path in [*self._leaves, *self._part.frozen]:
             match, name = matches.get(path), path
             layer, of_layer, rest = path.rpartition("base_layer.")
             module, of_module, inner = path.rpartition("original_module.")
@@ -136,7 +140,7 @@ class MergedSource(Source):
             try:
                 key = (
                     self._add_own(path)
-                    if path in self._part.leaves
+                    if path in self._leaves
                     else self._add_base(name, self._part.frozen[path])
                 )
             except UsageError as error:
@@ -155,7 +159,7 @@ class MergedSource(Source):
         return tree
 
     def _add_own(self, path: str) -> str:
-        old = self._part.leaves[path].key
+        old = self._leaves[path].key
         key, spec = f"own {old}", self._part.specs[old]
         if key not in self._origins:
             self._specs[key] = TensorSpec(key, spec.dtype, spec.shape)
@@ -168,10 +172,9 @@ class MergedSource(Source):
         assert self._base is not None  # expect_no_loss
         component = model_of(self._base, ())
         part = self._base.parts[component]
-        old = _find_name(part.leaves, name)
-        if old is None:
+        old_key = self._names.get(name) or self._names.get(name.partition(".")[2])
+        if old_key is None:
             raise UsageError(f"{name}: not in the base")
-        old_key = part.leaves[old].key
         spec = part.specs[old_key]
         dtype = record.partition(" ")[0]
         is_cast = {dtype, spec.dtype} <= CAST_FROM
@@ -222,7 +225,7 @@ class MergedSource(Source):
                 why = f"has {', '.join(sorted(paths))}" if not names else "quantized, or no weight"
                 wrong.append(f"{layer.removesuffix('.')}: {why}")
                 continue
-            first, second = (self._part.leaves[paths[name]].key for name in names[0])
+            first, second = (self._leaves[paths[name]].key for name in names[0])
             sizes = [self._part.specs[key].shape for key in (first, second)]
             shape = self._specs[ref.key].shape
             is_embedding = names[0] == _PAIRS[1]
@@ -278,10 +281,13 @@ class MergedSource(Source):
             return
         # One tensor at a time, as the threads that read ahead would compute several.
         with self._lock:
-            if self._last is None or self._last[0] != key:
-                self._last = None
-                self._last = key, _bytes_of(self._compute_tensor(origin))
-            copy_bytes(self._last[1][start : start + memory.nbytes], memory)
+            made = self._made.pop(key, None)
+            if made is None:
+                made = _bytes_of(self._compute_tensor(origin))
+            self._made[key] = made
+            while len(self._made) > 2 and sum(map(len, self._made.values())) > _MOST_KEPT_NBYTES:
+                del self._made[next(iter(self._made))]
+            copy_bytes(made[start : start + memory.nbytes], memory)
 
     def _compute_tensor(self, origin: _Origin) -> Tensor:
         tensor = _read_origin(origin)
@@ -326,14 +332,13 @@ def _without_prefix(name: str) -> str:
     return name.replace(adapters.PREFIX, "", 1)
 
 
-def _find_name(names: Mapping[str, object], name: str) -> str | None:
-    """Find a parameter that the base may have with another first part, such as `model.`, or none.
+def _list_names(part: SourceComponent) -> dict[str, str]:
+    """Return the key of each tensor, also by its name without a first part such as `model.`.
 
-    Digests are compared, so a wrong one is refused.
+    Files of a base may have that or not. Digests are compared, so a wrong one is refused.
     """
-    inner = name.partition(".")[2]
-    outer = (one for one in names if one.partition(".")[2] == name)
-    return next((one for one in (name, inner) if one in names), next(outer, None))
+    keys = {name: ref.key for name, ref in part.leaves.items()}
+    return {name.partition(".")[2]: key for name, key in keys.items()} | keys
 
 
 def _read_tensor(source: Source, component: str, key: str) -> Tensor:
