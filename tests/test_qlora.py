@@ -103,7 +103,7 @@ def test_adapters_of_one_base_are_trained_in_turn_and_exported_by_name(tmp_path:
         )
         assert len(source.parts["model"].frozen) == 39
     before.peft_config["first"].save_pretrained(tmp_path / "first")
-    with pytest.raises(UsageError, match="first, second"):
+    with pytest.raises(UsageError, match="FOLDER/first"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", to="peft", config=tmp_path / "first")
     for name in ("first", "second"):
         before.peft_config[name].save_pretrained(tmp_path / name)
