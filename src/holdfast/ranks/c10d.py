@@ -217,7 +217,7 @@ class C10d(Coordinator):
         """Make the coordinator of this rank in the default process group."""
         group = dist.group.WORLD
         if group is None:
-            raise UsageError("torch.distributed has no default process group: initialise it first")
+            raise UsageError("torch.distributed has no default process group: initialize it first")
         return cls(
             group.get_group_store(),
             group.rank(),

@@ -137,7 +137,7 @@ def _versions(numerics: Mapping[str, Any], environment: Mapping[str, Any]) -> di
 
 
 def numerics(world_size: int = 1) -> dict[str, Any]:
-    """Read settings that bit-exact results depend on (invariant 7). Never initialises a device."""
+    """Read settings that bit-exact results depend on (invariant 7). Never initializes a device."""
     found: dict[str, Any] = {
         "torch": str(torch.__version__),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),

@@ -1,6 +1,6 @@
 """Copies from CUDA devices into pinned host memory, on separate streams.
 
-Tensors of other accelerators are copied by plain torch. Nothing in this module initialises a device
+Tensors of other accelerators are copied by plain torch. Nothing in this module initializes a device
 before it gets a tensor that is on one.
 """
 

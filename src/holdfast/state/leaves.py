@@ -71,9 +71,9 @@ _AS_TEXT = (torch.layout, torch.memory_format)
 PARTS = ("__tensor_flatten__", "__tensor_unflatten__")
 """Methods by which torch takes a tensor subclass apart, and makes one."""
 
-_META = "a meta tensor has no data; materialise the model first"
+_META = "a meta tensor has no data; materialize the model first"
 _FREED = "its storage was freed"
-_LAZY = "not initialised yet (lazy module); run one forward pass first"
+_LAZY = "not initialized yet (lazy module); run one forward pass first"
 PASSING = frozenset({_META, _FREED, _LAZY})
 """Refusals of tensors that may get data before the first save."""
 

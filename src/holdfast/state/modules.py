@@ -392,7 +392,7 @@ def _lost_attributes(inner: nn.Module, elsewhere: Collection[int]) -> Iterator[t
     for name, value in vars(inner).items():
         if id(value) in elsewhere:
             continue
-        # A tensor that is no leaf was computed from others, such as a normalised weight.
+        # A tensor that is no leaf was computed from others, such as a normalized weight.
         if isinstance(value, Tensor) and value.is_leaf:
             yield name, "a tensor that is neither parameter nor buffer"
         elif generators.kind_of(value) is not None and not generators.is_global(value):
