@@ -234,8 +234,7 @@ def begin_anew(trainer: Any) -> None:
 
 def evaluated_loaders(trainer: Any) -> list[Any]:
     """Return the loaders of a validation, test or prediction outside of a fit."""
-    is_predicting = trainer.state.fn == "predict"
-    loop = trainer.predict_loop if is_predicting else trainer._evaluation_loop
+    loop = getattr(trainer, f"{trainer.state.fn.value}_loop")
     return list(loop._combined_loader.flattened)
 
 
