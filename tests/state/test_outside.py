@@ -340,3 +340,30 @@ def test_not_state_that_is_no_tuple_of_names_is_refused(tmp_path: Path) -> None:
     model = Model(add, held=0, not_state="held")
     with pytest.raises(UsageError, match="not_state='held'"):
         CheckpointManager(tmp_path, {"model": model})
+
+
+class Unreadable(Dataset[Tensor]):
+    """Has an unset slot, and an error for each attribute that it lacks."""
+
+    __slots__ = ("unset",)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index])
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+@pytest.mark.parametrize("where", ["hook", "dataset"])
+def test_attributes_that_cannot_be_read_fail_no_save(where: str, tmp_path: Path) -> None:
+    model, unreadable = nn.Linear(2, 2), Unreadable()
+    state: dict[str, Any] = {"model": model, "data": {}}
+    if where == "hook":
+        model.register_forward_hook(partial(lambda one, *_: None, unreadable))
+    else:
+        state["data"] = Loader(unreadable, 2, seed=0)
+    with CheckpointManager(tmp_path, state) as manager:
+        manager.save(1, wait=True)

@@ -162,11 +162,16 @@ class OutsideState:
     def _marks(self) -> dict[str, _Mark]:
         values = self._state.values()
         kept = _Kept({*map(id, values)}, [one for one in values if isinstance(one, Attributes)])
-        return {
-            name: mark
-            for component, value in self._state.items()
-            for name, mark in _marks_of(component, value, kept)
-        }
+        found: dict[str, _Mark] = {}
+        for component, value in self._state.items():
+            try:
+                for name, mark in _marks_of(component, value, kept):
+                    found[name] = mark
+            except UsageError:
+                raise
+            except Exception:  # noqa: BLE001 - code of others, such as __getattr__ of a proxy
+                continue
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +292,10 @@ def _members(owner: Any) -> Iterator[tuple[str, Any]]:
     else:
         slots = [vars(kind).get("__slots__", ()) for kind in type(owner).__mro__]
         names = {name for some in slots for name in ([some] if isinstance(some, str) else some)}
-        found = {name: getattr(owner, name) for name in names if hasattr(owner, name)}
-        found = {**getattr(owner, "__dict__", {}), **found}
+        found = dict(getattr(owner, "__dict__", {}))
+        for name in names:
+            with suppress(AttributeError):  # not set; `__getattr__` is not asked
+                found[name] = object.__getattribute__(owner, name)
         package = type(owner).__module__.partition(".")[0]
         declared = {*_declared(owner), *_NO_STATE.get(package, ())}
         yield from ((name, one) for name, one in found.items() if name not in declared)
