@@ -134,8 +134,8 @@ class Resizing:
         self.made: dict[str, dict[str, ResizedTensor]] = {}
         """Component → key → the tensor that gets another shape."""
         self._others: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-        self._by_own_code: list[tuple[str, str, str, tuple[int, ...]]] = []
-        """(component, key, path, stored shape) in optimizers that load by code of their own."""
+        self._by_own_code: list[tuple[str, str, tuple[int, ...]]] = []
+        """(component, path, stored shape) in optimizers that load by code of their own."""
         self._refused: list[str] = []
 
     def __bool__(self) -> bool:
@@ -157,8 +157,8 @@ class Resizing:
         return self._refused + [
             f"{path}: {[*shape]}, as a resized parameter, and the optimizer loads it by its own "
             f"code. Use edit_load, or load without it in another root: load(skip=[{component!r}])"
-            for component, key, path, shape in self._by_own_code
-            if shape in shapes and key not in self.made.get(component, {})
+            for component, path, shape in self._by_own_code
+            if shape in shapes
         ]
 
     def note_names(self, component: str, names: Iterable[str]) -> None:
@@ -266,7 +266,10 @@ class Resizing:
         """Register the tensors of a dict, list or object that entries match."""
         for path, ref, tensor in _tensors_in(stored, live, component):
             if is_optimizer and isinstance(ref, TensorRef):
-                self._by_own_code.append((component, ref.key, path, specs[ref.key].shape))
+                spec = specs[ref.key]
+                if tensor is None or spec.dtype not in RESIZABLE:
+                    self._by_own_code.append((component, path, spec.shape))
+                    continue
             if tensor is None or refusal(tensor) is not None or not isinstance(ref, TensorRef):
                 continue
             shapes = specs[ref.key].shape, tuple(tensor.shape)
