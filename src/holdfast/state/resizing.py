@@ -33,8 +33,8 @@ _DIMENSIONS = {"rows": 0, "columns": 1}
 RESIZABLE = frozenset({"F16", "BF16", "F32", "F64", "C32", "C64", "C128"})
 """Dtypes of tensors of modules and optimizers that can be resized; others may be quantized."""
 _QUANTIZED = (
-    "a quantized tensor cannot be resized. Resize the model before it is quantized, or use "
-    "edit_load"
+    "a quantized tensor, or one of integers, cannot be resized. Resize the model before it is "
+    "quantized, or use edit_load"
 )
 _CLOSE = 0.5
 """A slot within this relative distance of its weight is taken for a copy of it."""

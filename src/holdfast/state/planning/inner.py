@@ -59,9 +59,11 @@ def match_inner(
         problems.other.append(f"{path}: stored as a plain tensor, live is {_describe_live(live)}")
         return []
     if not isinstance(live, Tensor) or not is_subclass(local_of(live)):
+        advice = "Make one optimizer step, or create it otherwise,"
+        advice = advice if live is None else "Convert the live model in the same way"
         problems.other.append(
             f"{path}: stored as the tensor subclass {stored.type[:80]}, live is "
-            f"{_describe_live(live)}. Convert the live model in the same way before the load"
+            f"{_describe_live(live)}. {advice} before the load"
         )
         return []
     reason = refusal(live)
