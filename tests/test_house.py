@@ -79,9 +79,9 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 105_310, _SMALLER, reason="exports of merged adapters"),
+    Limit("lines of src", 105_450, _SMALLER, reason="exports of merged adapters"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 60_216, _SMALLER, reason="resized tensors, trials, contexts"),
+    Limit("lines of the core", 60_330, _SMALLER, reason="resized tensors, trials, contexts"),
     Limit(
         "modules",
         396,

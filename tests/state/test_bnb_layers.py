@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from distributed.run import run_ranks
 from holdfast import CheckpointManager
 from holdfast.errors import FormatError, MismatchError
 from state.roundtrip import Image, digest, image, raw_bytes
@@ -62,6 +65,25 @@ def test_quantized_layers_resume_to_the_bit(kind: str, has_run: bool, tmp_path: 
     assert quantized_tensors(live) == quantized_tensors(model)
     assert all(one is before[name] for name, one in live.named_parameters())
     assert torch.equal(live(inputs), model(inputs))
+
+
+def resume_sharded(_: int, root: str) -> None:
+    """Compare outputs: fully_shard drops the scales of the weight, and leaves them in the layer."""
+    import_bitsandbytes()
+    model, live = (fully_shard(new_model("nf4", seed)[0]) for seed in (1, 2))
+    inputs = torch.randn(2, 64)
+    expected = model(inputs)
+    with CheckpointManager(root, {"model": model}) as manager:
+        manager.save(1, wait=True)
+    with CheckpointManager(root, {"model": live}) as manager:
+        manager.resume()
+    assert torch.equal(live(inputs), expected)
+
+
+@pytest.mark.full
+def test_scales_of_sharded_layers_resume_to_the_bit(tmp_path: Path) -> None:
+    import_bitsandbytes()
+    run_ranks(1, partial(resume_sharded, root=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ of their saving code. Scales are copied into the live ones; settings must be equ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def read_layers(
     settings: dict[str, Tensor | None] = {}
     layers = {path: inner for path, inner in inners if _saving_code(inner) in _ENTRIES}
     for path, inner in layers.items():
-        offset = getattr(getattr(inner.weight, "quant_state", None), "offset", None)
+        offset = getattr(_quant_state(inner), "offset", None)
         are_scales = _ENTRIES[_saving_code(inner)]
         for name in [name for name in entries if name.startswith(f"{path}.".lstrip("."))]:
             inside = name.removeprefix(path).lstrip(".")
@@ -56,6 +56,24 @@ def read_layers(
             elif inside in are_scales:
                 settings[name] = None
     return scales, settings, frozenset(layers)
+
+
+def add_scales(module: nn.Module, state: MutableMapping[str, Any]) -> None:
+    """Add the entries of 4-bit layers whose weight is sharded: `fully_shard` drops its scales.
+
+    The layer itself still has them, and computes with them.
+    """
+    for path, inner in module.named_modules():
+        if _saving_code(inner).startswith("Linear4bit."):
+            known = getattr(inner.weight, "quant_state", None)
+            if known is None and (scales := _quant_state(inner)) is not None:
+                for name, value in scales.as_dict(packed=True).items():
+                    state.setdefault(f"{path}.weight.{name}".lstrip("."), value.detach())
+
+
+def _quant_state(inner: nn.Module) -> Any:
+    known = getattr(inner.weight, "quant_state", None)
+    return getattr(inner, "quant_state", None) if known is None else known
 
 
 def _saving_code(inner: nn.Module) -> str:

@@ -125,13 +125,18 @@ def state_of(component: str, wrapped: nn.Module) -> Mapping[str, Any]:
     """Call `state_dict` of a module."""
     module = unwrap_module(wrapped)
     try:
-        return module.state_dict()
+        state: dict[str, Any] = module.state_dict()
     except Exception as error:
         for raw, inner in module.named_modules():
             if type(inner).get_extra_state is not nn.Module.get_extra_state:
                 path = ".".join(filter(None, (component, raw, _EXTRA_STATE)))
                 _expect_extra_state(path, inner)
         raise error
+    if "bitsandbytes" in sys.modules:
+        from holdfast.state.bnb_layers import add_scales
+
+        add_scales(module, state)
+    return state
 
 
 def _expect_extra_state(path: str, inner: nn.Module) -> None:
