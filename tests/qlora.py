@@ -1,6 +1,7 @@
 """A QLoRA fine-tune on the CPU: NF4 base that is frozen, PEFT's LoRA, 8-bit AdamW of torchao.
 
-As a script it trains in the root that is its argument, to the step that is its second.
+As a script it trains in the root that is its argument, to the step that is its second, on a base
+that its third quantizes, if given.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Texts(torch.utils.data.Dataset[Tensor]):
         return (torch.arange(16) * (index % 7 + 1) + index) % 128
 
 
-def make_base(seed: int = 7, width: int = 256) -> nn.Module:
+def make_base(seed: int = 7, width: int = 256, quantizer: str = "torchao") -> nn.Module:
     """A Llama of four layers in bfloat16 whose linear layers are NF4, as a script loads it."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,12 +49,28 @@ def make_base(seed: int = 7, width: int = 256) -> nn.Module:
         attn_implementation="eager",
     )
     model = LlamaForCausalLM(config).to(torch.bfloat16)
+    if quantizer == "bitsandbytes":
+        for parent in [*model.model.layers.modules()]:
+            for name, inner in [*parent.named_children()]:
+                if isinstance(inner, nn.Linear):
+                    setattr(parent, name, pack_layer(inner))
+        model.is_loaded_in_4bit = True  # as transformers tells PEFT
+        return model  # type: ignore[no-any-return]
     for layer in model.model.layers:
         for inner in layer.modules():
             if isinstance(inner, nn.Linear):
                 packed = ao.nf4.nf4_tensor.to_nf4(inner.weight.detach(), 64, 128)
                 inner.weight = nn.Parameter(packed, requires_grad=False)
     return model  # type: ignore[no-any-return]
+
+
+def pack_layer(plain: nn.Linear) -> nn.Module:
+    import bitsandbytes
+
+    options = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
+    layer = bitsandbytes.nn.Linear4bit(plain.in_features, plain.out_features, False, **options)
+    layer.weight.data = plain.weight.detach()
+    return layer.to("cpu")  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -93,12 +110,14 @@ def logits_of(model: Any) -> Tensor:
     return logits
 
 
-def make_run(base_seed: int = 7, width: int = 256, rank: int = 8) -> QLoRA:
+def make_run(
+    base_seed: int = 7, width: int = 256, rank: int = 8, quantizer: str = "torchao"
+) -> QLoRA:
     """A run before its first step."""
     from peft import LoraConfig, get_peft_model
 
     ao = import_torchao()
-    base = make_base(base_seed, width)
+    base = make_base(base_seed, width, quantizer)
     torch.manual_seed(0)
     config = LoraConfig(r=rank, target_modules="all-linear", lora_dropout=0.1)
     model = get_peft_model(base, config)
@@ -112,4 +131,4 @@ def make_run(base_seed: int = 7, width: int = 256, rank: int = 8) -> QLoRA:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    make_run().train(Path(sys.argv[1]), int(sys.argv[2]))
+    make_run(quantizer=[*sys.argv, "torchao"][3]).train(Path(sys.argv[1]), int(sys.argv[2]))

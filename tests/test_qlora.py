@@ -20,8 +20,9 @@ from holdfast.state.leaves import plain_parts
 from qlora import QLoRA, Texts, logits_of, make_base, make_run
 from quantized import bits_in
 
-FIXED_NBYTES, NBYTES_OF_TENSOR = 32 << 10, 320
-"""Bytes of a checkpoint of any size, such as generators; and of the documents for each tensor."""
+FIXED_NBYTES, NBYTES_OF_TENSOR, NBYTES_OF_RECORD = 32 << 10, 320, 160
+"""Bytes of a checkpoint of any size, such as generators; of the documents for each tensor; and for
+each record of a digest."""
 HOLDFAST = Path(sys.executable).with_name("holdfast")
 
 
@@ -40,27 +41,31 @@ def count_base(run: QLoRA) -> int:
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_is_the_adapter_with_its_moments_and_opens_in_peft(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantizer", ["torchao", "bitsandbytes"])
+def test_a_checkpoint_is_the_adapter_with_its_moments_and_opens_in_peft(
+    tmp_path: Path, quantizer: str
+) -> None:
     """Two sessions equal one; another base is refused; PEFT opens the exported adapter."""
     from peft import PeftModel
 
-    whole = make_run()
+    whole = make_run(quantizer=quantizer)
     whole.train(tmp_path / "whole", 4)
-    make_run().train(tmp_path / "run", 2)
-    second = make_run()
+    make_run(quantizer=quantizer).train(tmp_path / "run", 2)
+    second = make_run(quantizer=quantizer)
     checkpoint = second.train(tmp_path / "run", 4)
     assert bits_in(second.model) == bits_in(whole.model)
     trained, base = count_trained(second), count_base(second)
     assert base > 0.9 * trained
     components = json.loads(Path(checkpoint.path, "manifest.json").read_bytes())["components"]
     num_tensors = sum(one["num_tensors"] for one in components.values())
-    documents = FIXED_NBYTES + NBYTES_OF_TENSOR * num_tensors
+    num_records = components["model"]["frozen"]["num_tensors"]
+    documents = FIXED_NBYTES + NBYTES_OF_TENSOR * num_tensors + NBYTES_OF_RECORD * num_records
     assert trained < checkpoint.nbytes < 1.02 * trained + documents < trained + base / 5
-    with pytest.raises(MismatchError, match=r"\d+ of 39 frozen.*embed_tokens\.weight"):
-        make_run(base_seed=8).train(tmp_path / "run", 5)
+    with pytest.raises(MismatchError, match=r"\d+ of \d+ frozen.*embed_tokens\.weight"):
+        make_run(8, quantizer=quantizer).train(tmp_path / "run", 5)
     second.model.peft_config["default"].save_pretrained(tmp_path / "config")
     export_checkpoint(tmp_path / "run", tmp_path / "out", to="peft", config=tmp_path / "config")
-    opened = PeftModel.from_pretrained(make_base(), tmp_path / "out")
+    opened = PeftModel.from_pretrained(make_base(quantizer=quantizer), tmp_path / "out")
     assert torch.equal(logits_of(opened), second.logits())
 
 
@@ -118,11 +123,23 @@ def test_adapters_of_one_base_are_trained_in_turn_and_exported_by_name(tmp_path:
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_a_run_that_is_killed_ten_times_is_equal_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantizer", ["torchao", "bitsandbytes"])
+def test_a_run_that_is_killed_ten_times_is_equal_bit_for_bit(
+    tmp_path: Path, quantizer: str
+) -> None:
     script = Path(__file__).with_name("qlora.py")
     environment = os.environ | {"PYTHONPATH": os.fspath(script.parent), "OMP_NUM_THREADS": "1"}
     command = [HOLDFAST, "prove", "--json", "--kills", "10", "--timeout", "25min"]
-    command += ["--folder", tmp_path / "runs", "--", sys.executable, script, "{root}", "120"]
+    command += [
+        "--folder",
+        tmp_path / "runs",
+        "--",
+        sys.executable,
+        script,
+        "{root}",
+        "120",
+        quantizer,
+    ]
     done = subprocess.run(
         [*map(os.fspath, command)], capture_output=True, text=True, env=environment, timeout=1500
     )

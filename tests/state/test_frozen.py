@@ -24,6 +24,8 @@ from holdfast.saving import script_warnings
 from holdfast.state.frozen import compute_checksums
 from holdfast.state.leaves import plain_parts
 from quantized import Mode, bits_in, import_torchao, scaled_model
+from state.test_bnb_layers import new_model, quantized_tensors
+from state.test_subclasses import Loads
 
 Step = Callable[[], None]
 
@@ -333,6 +335,52 @@ def test_a_quantized_base_is_recorded_by_its_inner_tensors(tmp_path: Path) -> No
     again["model"].base = nn.Linear(256, 256)
     with pytest.raises(MismatchError, match=r"base\.weight \(F32 \[256,256\] here, NF4Tensor"):
         holdfast.load_weights(tmp_path, again["model"])
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_layers_of_bitsandbytes_are_recorded_with_scales_and_settings(
+    tmp_path: Path, kind: str, has_own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(seed: int = 0, quantizer: str = kind, **changes: Any) -> tuple[dict[str, Any], Step]:
+        model = new_model(quantizer, seed, **changes)
+        if has_own:  # its loading code loads the whole model
+            model[1].register_module("own", Loads(3, 4))
+        return make_state(model)
+
+    def train(root: Path, sessions: list[str | None]) -> tuple[nn.Module, list[str]]:
+        paths = []
+        for number, frozen in enumerate(sessions, start=1):
+            state, step = make()
+            with manager_of(root, state, frozen=frozen) as manager:
+                manager.resume()
+                step()
+                paths.append(save(manager, number))
+                step()
+                manager.load()  # an int8 layer has moved its scales
+        return state["model"], paths
+
+    whole, _ = train(tmp_path / "whole", [None] * 4)
+    parts, paths = train(tmp_path / "parts", ["by digest", None, "by digest", "by digest"])
+    assert quantized_tensors(parts) == quantized_tensors(whole)
+    assert are_equal(values(parts), values(whole))
+    names = {name for name in parts.state_dict() if name.startswith("0.")} - {"0.bias"}
+    assert len(names) == {"nf4": 6, "fp4": 4, "int8": 3}[kind]
+    assert [{*recorded(path)} for path in paths] == [names, set(), names, names]
+    assert "saved in full" not in caplog.text
+    changes: list[dict[str, Any]] = [{"seed": 1}]
+    if kind != "int8":
+        changes += [{"quant_type": "fp4" if kind == "nf4" else "nf4"}]
+        changes += [{"compress_statistics": kind != "nf4"}]
+    for change in changes:
+        state, _ = make(**change)
+        before = bits_in(state["model"])
+        with (
+            manager_of(tmp_path / "parts", state) as manager,
+            pytest.raises(MismatchError, match=r"(?s)frozen parameters.*0\.weight"),
+        ):
+            manager.resume()
+        assert bits_in(state["model"]) == before
 
 
 def test_settings_of_a_quantized_base_are_compared(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ _ENTRIES = {
 """Saving code -> entries beside its parameters -> whether they are memory of it, or settings."""
 _PACKED = "weight.quant_state.bitsandbytes__"
 _OFFSET = "nested_offset"
+_kept: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+"""Layer -> entry -> the tensor that `read_entries` returns for it at each call."""
 _LIMITS = {"max_nbytes": 1 << 16, "max_values": 1000}
 _DIFFERS = "differs from the checkpoint. Quantize the live layer as the saved one"
 
@@ -74,6 +77,30 @@ def add_scales(module: nn.Module, state: MutableMapping[str, Any]) -> None:
 def _quant_state(inner: nn.Module) -> Any:
     known = getattr(inner.weight, "quant_state", None)
     return getattr(inner, "quant_state", None) if known is None else known
+
+
+def read_entries(inner: nn.Module) -> Mapping[str, Tensor]:
+    """Return the weight of a quantized layer and the entries beside it, by name in the layer.
+
+    The tensors are the same objects at each call while dtypes and devices stay, and have the
+    current memory. Empty for other modules, and if an entry is no plain tensor.
+    """
+    if (code := _saving_code(inner)) not in _ENTRIES:
+        return {}
+    found: dict[str, Tensor] = {}
+    inner._save_to_state_dict(found, "", False)
+    beside = {"weight", *_ENTRIES[code]}
+    entries = {name: one for name, one in found.items() if name in beside or _PACKED in name}
+    if any(type(one) is not Tensor for one in entries.values()):
+        return {}
+    kept = _kept.setdefault(inner, {})
+    for name, value in entries.items():
+        known = kept.get(name)
+        if known is None or (known.dtype, known.device) != (value.dtype, value.device):
+            kept[name] = value
+        else:
+            known.data = value
+    return {name: kept[name] for name in entries}
 
 
 def _saving_code(inner: nn.Module) -> str:

@@ -8,6 +8,7 @@ each value in a process (decision 0063).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -234,7 +235,7 @@ class FrozenParameters:
         """Record the values that parameters have now, which the script makes in each session."""
         tensors = [
             parameter
-            for _, _, parameter in self._iterate_parameters()
+            for _, _, _, parameter in self._iterate_parameters()
             if _reason_against(parameter) is None
         ]
         sums = compute_checksums(tensors)
@@ -253,14 +254,14 @@ class FrozenParameters:
             for component, value in self._state.items()
             if isinstance(value, nn.Module) and any(one.requires_grad for one in value.parameters())
         }
-        for component, name, parameter in self._iterate_parameters():
+        for component, name, parameter, tensor in self._iterate_parameters():
             if parameter.requires_grad or parameter.grad is not None or id(parameter) in stepped:
                 continue
-            if parameter in self._base:
-                places.append((component, name, parameter))
+            if tensor in self._base:
+                places.append((component, name, tensor))
             else:
                 reason = "created after the manager"
-                if _reason_against(parameter) is not None:
+                if _reason_against(tensor) is not None:
                     reason = f"a {type(parameter).__name__} has no digest"
                 self.written[f"{component}.{name}"] = reason
         sums = compute_checksums([parameter for _, _, parameter in places])
@@ -282,15 +283,39 @@ class FrozenParameters:
         self._records = found
         return found
 
-    def _iterate_parameters(self) -> Iterator[tuple[str, str, Tensor]]:
+    def _iterate_parameters(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+        """Yield component, name, parameter, and the tensor that is compared and recorded."""
         for component, value in self._state.items():
             if isinstance(value, nn.Module):
                 module = unwrap_module(value)
                 clean = cleaner_of(module).clean
                 adapters = {id(parameter) for parameter in _list_adapters(module)}
+                quantized = _list_quantized(module)
                 for raw, parameter in module.named_parameters(remove_duplicate=False):
                     if id(parameter) not in adapters:
-                        yield component, clean(raw), parameter
+                        for name, tensor in quantized.get(raw, {raw: parameter}).items():
+                            yield component, clean(name), parameter, tensor
+
+
+def _list_quantized(module: nn.Module) -> dict[str, dict[str, Tensor]]:
+    """Return name of the weight -> name -> tensor of the entries of bitsandbytes' layers."""
+    if "bitsandbytes" not in sys.modules:
+        return {}
+    from holdfast.state.bnb_layers import read_entries
+
+    found = {}
+    for raw, inner in module.named_modules(remove_duplicate=False):
+        prefix = f"{raw}." if raw else ""
+        if entries := read_entries(inner):
+            found[f"{prefix}weight"] = {f"{prefix}{name}": one for name, one in entries.items()}
+    return found
+
+
+def entries_of_layers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the entries of bitsandbytes' layers by clean name, as they are recorded by digest."""
+    clean = cleaner_of(module).clean
+    layers = _list_quantized(module).values()
+    return {clean(raw): one for entries in layers for raw, one in entries.items()}
 
 
 def _list_stepped(values: Iterable[Any]) -> Iterator[Tensor]:

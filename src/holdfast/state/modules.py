@@ -27,7 +27,7 @@ from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import Cleaner, cleaner_of, is_of_fsdp, unwrap_module
-from holdfast.state.frozen import find_differences
+from holdfast.state.frozen import entries_of_layers, find_differences
 from holdfast.state.leaves import (
     PASSING,
     identity,
@@ -434,7 +434,8 @@ def capture_module(
         if version != 1 and path not in live.of_torch
     }
     # By name: a hook of the module may save a parameter under another one, or not at all.
-    frozen = {name: text for name, text in frozen.items() if name in live.leaves}
+    known = {**live.leaves, **live.settings}
+    frozen = {name: text for name, text in frozen.items() if name in known}
     entries = {name: value for name, value in live.entries.items() if name not in frozen}
     return encoded(entries, leaves, versions=versions, unsaved=unsaved, frozen=frozen)
 
@@ -519,7 +520,8 @@ class ModulePlan(LoadPlan):
         self._frozen = {name: text for name, text in self._frozen.items() if name not in left}
         unknown = [name for name in self._frozen if name not in live.entries]
         problems.unexpected += [f"{component}.{name}" for name in unknown]
-        fault = find_differences(component, live.leaves, self._frozen)
+        leaves = {**live.leaves, **entries_of_layers(live.module)}
+        fault = find_differences(component, leaves, self._frozen)
         if fault is None:
             return
         if wishes.strict and not wishes.is_grown:
@@ -684,7 +686,8 @@ class ModulePlan(LoadPlan):
                 live.extras[name].set_extra_state(value)
             return [], []
         # Parameters that are recorded by digest were compared: they are as when saved.
-        frozen = {name: live.entries[name] for name in self._frozen if name in live.entries}
+        names = [one for one in self._frozen if not _is_within(one, live.quantized)]
+        frozen = {name: live.entries[name] for name in names if name in live.entries}
         everything = {**values, **frozen}
         raw = self._with_versions({self._raw_name(name): one for name, one in everything.items()})
         # What was left out is missing on purpose.
