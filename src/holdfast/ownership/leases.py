@@ -207,10 +207,12 @@ class _HeldLease:
 
     def release_lease(self) -> None:
         """Remove the lease; a failure is logged. No-op in a forked child, whose parent has it."""
-        atexit.unregister(self.release_lease)
-        if os.getpid() != self._process.pid or not self._may_exist:
+        if not self._may_exist:  # released, maybe at exit, after which modules are dropped
             return
         self._may_exist = False
+        atexit.unregister(self.release_lease)
+        if os.getpid() != self._process.pid:
+            return
         # On the background thread, as a delete may hang in the store.
         self._background.ask_to_stop()
         jobs = [self._background.submit(partial(self._store.delete, self._key))]

@@ -59,7 +59,8 @@ class OpenFile:
         self._direct: tuple[OpenFile | None] | None = None
 
     def __del__(self) -> None:
-        self.close()
+        if os:  # modules are None at the end of the process, which closes the file
+            self.close()
 
     @property
     def is_open(self) -> bool:
