@@ -269,7 +269,8 @@ def _find_sharding(value: Any) -> str | None:
     if isinstance(value, nn.Module):
         parts, parameters = [*value.modules()], [*value.parameters()]
     elif isinstance(value, Optimizer):
-        parameters = [one for group in value.param_groups for one in group["params"]]
+        groups = getattr(value, "param_groups", ())  # a wrapper may have none of its own
+        parameters = [one for group in groups for one in group["params"]]
     # By name: importing the classes would import their libraries.
     for one in {base for kind in {*map(type, parts)} for base in kind.__mro__}:
         package, reason = _SHARDING.get(one.__name__, ("", None))
