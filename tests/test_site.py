@@ -22,6 +22,7 @@ NOT_FOR_USERS = {
     *("name_ranks", "listing", "is_damage"),  # of holdfast.errors
     *("wrapped", "try_key", "unwrapped"),  # of holdfast.keys
     *("Emitter", "check_names", "shows_info"),
+    *("agree_on_data", "check_distributed_type"),  # of holdfast.bridges.accelerate
 }
 """Public in their modules for other modules of the package."""
 

@@ -229,8 +229,8 @@ MUTANTS = (
         name="shards-are-not-required",
         promise="R21: an older reader refuses what it cannot read",
         place="encode_manifest",
-        before="strictjson.SHARDS: manifest.sharded}",
-        after="strictjson.SHARDS: False}",
+        before="strictjson.SHARDS: manifest.sharded,",
+        after="strictjson.SHARDS: False,",
         near=("tests/format/test_stored.py",),
     ),
     Mutant(
