@@ -196,6 +196,17 @@ def test_what_is_not_merged_is_refused(
     assert "merge_and_unload" in str(caught.value)
 
 
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_a_merge_without_the_configuration_of_the_base_is_refused(tmp_path: Path) -> None:
+    """transformers could not open the folder."""
+    model = make_adapters(default={"target_modules": ["c_attn"]})
+    save_model(model, tmp_path / "root", tmp_path / "config")
+    with pytest.raises(UsageError, match=r"config\.json of its base"):
+        export_checkpoint(tmp_path / "root", tmp_path / "out", to="hf", config=tmp_path / "config")
+    assert not (tmp_path / "out").exists()
+
+
 def test_frozen_parameters_without_an_adapter_are_read_from_the_base(tmp_path: Path) -> None:
     """The names may lack a first part, and the file may have a type that the run casts."""
     model = torch.nn.ModuleDict({"net": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 2)})

@@ -401,6 +401,11 @@ def plan_model(
         )
     found = _list_beside(source, configs, plan)
     beside = {name: file for name, file in found.items() if name not in without}
+    if _CONFIG not in beside and without:
+        raise UsageError(
+            f"{source.url}: the merged model needs the {_CONFIG} of its base: pass --config FOLDER "
+            "of the base, too, or write the adapter with --to peft"
+        )
     if _CONFIG not in beside:
         plan.notes.append(
             f"no {_CONFIG}: from_pretrained needs one beside the weights; --config PATH gives it"
