@@ -34,7 +34,7 @@ class Reached(NamedTuple):
     num_steps: int | None
     num_own: int | None
     inner: tuple[Any, ...]
-    """What a subclass adds."""
+    """Further members, which a subclass adds."""
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ _PAIRS = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Delta:
-    """What an adapter adds to one weight: scale · B · A."""
+    """Update of one weight by an adapter: scale · B · A."""
 
     first: str
     """Key of A."""

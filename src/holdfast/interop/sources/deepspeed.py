@@ -178,7 +178,7 @@ class DeepSpeedFolder(ConvertedSource):
 
 
 class _Parts:
-    """What a checkpoint without ZeRO has: whole weights, and an optimizer in torch's form."""
+    """Files of a checkpoint without ZeRO: whole weights, and an optimizer in torch's form."""
 
     def __init__(self, url: str, states: Sequence[Mapping[Any, Any]], is_divided: bool) -> None:
         self.url, self.states = url, states
@@ -257,7 +257,7 @@ class _Parts:
 
 
 class _Divided(_Parts):
-    """What the ranks of ZeRO 1 to 3 have written."""
+    """Files that the ranks of ZeRO 1 to 3 have written."""
 
     def __init__(
         self, url: str, states: Sequence[Mapping[Any, Any]], is_divided: bool, files: Sequence[Any]
@@ -337,7 +337,7 @@ class _Divided(_Parts):
 
 
 class _Universal(_Parts):
-    """What `ds_to_universal` has written: a file for each parameter and slot."""
+    """Files of `ds_to_universal`: one for each parameter and slot."""
 
     def __init__(
         self,
