@@ -79,14 +79,14 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 105_450, _SMALLER, reason="exports of merged adapters"),
+    Limit("lines of src", 108_500, _SMALLER, reason="runs of thousands of ranks, tiers of hosts"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 60_330, _SMALLER, reason="resized tensors, trials, contexts"),
+    Limit("lines of the core", 62_150, _SMALLER, reason="parts of an index, tiers of hosts"),
     Limit(
         "modules",
-        396,
+        407,
         "Put the function beside its only caller",
-        reason="exports of merged adapters",
+        reason="parts of an index, tiers of hosts",
     ),
     # Classes with one name in several modules; the figure counts names.
     Limit("public class names used twice", 0, "Put the subject into the name", slack=2),
@@ -134,9 +134,9 @@ PROSE = (
     # Help, other texts of holdfast.cli, and the texts in `raise` statements.
     Limit(
         "messages: words",
-        22_750,
+        23_400,
         "Shorten the messages",
-        reason="errors of tensors, adapters and trainers",
+        reason="errors of hosts, agents and parts",
     ),
     Limit("messages: “go on” per 10,000 words", 0, _ENGLISH, slack=0.9),
     Limit("messages: “what as a noun” per 10,000 words", 0.49, _ENGLISH, slack=0.9),
