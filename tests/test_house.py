@@ -116,9 +116,9 @@ PROSE = (
     # README and docs, without code blocks and decisions.
     Limit(
         "docs: words",
-        65_000,
+        65_200,
         "Shorten a page, or link to one",
-        reason="checks of data, and a reader in extending.md",
+        reason="the format of an index in parts",
     ),
     Limit("docs: lines over 100 columns", 7, "Wrap the lines", reason="badges, and a title"),
     Limit("docs: “go on” per 10,000 words", 0.15, _ENGLISH, slack=0.3),
@@ -165,28 +165,28 @@ RUNS = (
     Limit("first save: modules run", 85, _FEWER_PARTS),
     Limit(
         "first save: lines run",
-        3_510,
+        3_520,
         _FEWER_PARTS,
-        reason="quantized tensors, adapters and hidden state",
+        reason="an index in parts",
     ),
     Limit("later save: modules run", 82, _FEWER_PARTS),
     Limit(
         "later save: lines run",
-        2_650,
+        2_660,
         _FEWER_PARTS,
-        reason="quantized tensors, adapters and hidden state",
+        reason="an index in parts",
     ),
     Limit(
         "resume: modules run",
-        81,
+        82,
         _FEWER_PARTS,
-        reason="quantized tensors, adapters and hidden state",
+        reason="an index in parts",
     ),
     Limit(
         "resume: lines run",
-        3_260,
+        3_270,
         _FEWER_PARTS,
-        reason="quantized tensors, adapters and hidden state",
+        reason="an index in parts",
     ),
 )
 

@@ -154,7 +154,6 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
             "copy_checkpoints",
             "queue",
             "repair",
-            "upload_thread",
         ),
         ("mirror",),
     ),

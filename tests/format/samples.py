@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from blake3 import blake3
 
 from holdfast.errors import FormatError
-from holdfast.format import blocks, index, manifest, objects, records, tensors
+from holdfast.format import blocks, index, index_parts, manifest, objects, records, tensors
 from holdfast.format.manifest import ComponentEntry, FileEntry, Manifest, Reference, Timestamp
 
 SAVE_ID = "0123456789abcdef0123456789abcdef"
@@ -84,6 +86,107 @@ def make_manifest(**changes: Any) -> Manifest:
 
 def _read_index(data: bytes, *, what: str) -> Any:
     return index.decode_index(data, files=make_manifest().files, what=what)
+
+
+@functools.cache
+def parted_files() -> Mapping[str, bytes]:
+    """Every file of a checkpoint in parts, without manifest: four writers, two in each part.
+
+    Of the tensors of `model`, `a` and `b` are cut alike, `c` in a grid; a file of `other` is in an
+    order of its own. Only the second and the fourth writer have files of `other`.
+    """
+    tables, contents = parted_tables()
+    digests = {name: blocks.digest_blocks(data) for name, data in contents.items()}
+    lengths = {name: len(data) for name, data in contents.items()}
+    writers = {"model": [1] * 4, "other": [0, 1, 0, 1]}
+    before = index_parts.PART_WRITERS
+    index_parts.PART_WRITERS = 2
+    try:
+        made = index_parts.encode_in_parts(tables, digests, lengths, writers, stored={})
+    finally:
+        index_parts.PART_WRITERS = before
+    return {**contents, **made}
+
+
+def parted_tables() -> tuple[dict[str, index.TensorTable], dict[str, bytes]]:
+    """Tensors by component, and the files with them: each byte is the number of its box."""
+    cut = [([2 * row, 0], [2, 3]) for row in range(4)]
+    grid = [([3 * row, column], [3, 2 - column // 2]) for row in (0, 1) for column in (0, 2)]
+    of_model = {
+        "a": ("F32", (8, 3), cut, (0, 1, 2, 3)),
+        "b": ("I64", (8, 3), cut, (0, 1, 2, 3)),
+        "c": ("U8", (6, 3), grid, (3, 1, 0, 2)),
+        "d": ("F32", (), [([], [])], (2,)),
+    }
+    of_other = {
+        "e": ("U8", (4,), [([0], [4])], (0,)),
+        "f": ("U8", (2, 3), [([0, 0], [2, 3])], (0,)),
+    }
+    of_other |= {
+        "g": ("F32", (1, 0), [([0, 0], [1, 0])], (1,)),
+        "h": ("U8", (5,), [([0], [5])], (1,)),
+    }
+    contents: dict[str, bytes] = {}
+    tables = {}
+    for name, tensors_of, order in (("model", of_model, 1), ("other", of_other, -1)):
+        specs = {key: tensors.TensorSpec(key, *of[:2]) for key, of in tensors_of.items()}
+        boxes = [
+            (number, file, offsets, sizes)
+            for number, (_, _, cells, files) in enumerate(tensors_of.values())
+            for (offsets, sizes), file in zip(cells, files, strict=True)
+        ]
+        keys = [*specs]
+        parts = [
+            tensors.TensorSpec(f"{number}", specs[keys[tensor]].dtype, tuple(sizes))
+            for number, (tensor, _, _, sizes) in enumerate(boxes)
+        ]
+        contents[f"{name}-00000.json"] = objects.document({}).data
+        at = {}
+        num_files = 1 + max(file for _, file, *_ in boxes)
+        for file in range(num_files):
+            of_file = [one for one, box in zip(parts, boxes, strict=True) if box[1] == file][
+                ::order
+            ]
+            (plan,) = tensors.lay_out(name, of_file, first_number=file)
+            data = bytearray(plan.header) + bytearray(plan.nbytes - len(plan.header))
+            for spec, start in zip(plan.specs, plan.starts, strict=True):
+                data[start : start + spec.nbytes] = bytes([int(spec.key)]) * spec.nbytes
+                at[int(spec.key)] = start
+            contents[plan.name] = bytes(data)
+        tables[name] = index.TensorTable.of_boxes(
+            specs,
+            index.Places(
+                [f"{name}-{file:05d}.safetensors" for file in range(num_files)],
+                np.array([file for _, file, *_ in boxes]),
+                np.array([at[number] for number in range(len(boxes))]),
+                np.array([spec.nbytes for spec in parts]),
+            ),
+            np.array([tensor for tensor, *_ in boxes]),
+            [offsets for *_, offsets, _ in boxes],
+            [sizes for *_, sizes in boxes],
+        )
+    return tables, contents
+
+
+def read_parts(documents: Mapping[str, bytes], *, what: str) -> index.Index:
+    """Open the index of `parted_files` with some documents replaced."""
+    files = {name: entry(data) for name, data in parted_files().items()}
+    known = {**parted_files(), **documents}
+    return index_parts.open_index(known["index.json"], known.__getitem__, files=files, what=what)
+
+
+def _read_root(data: bytes, *, what: str) -> Any:
+    return _read_all({"index.json": data}, what=what)
+
+
+def _read_part(data: bytes, *, what: str) -> Any:
+    return _read_all({"index-0001.json": data}, what=what)
+
+
+def _read_all(documents: Mapping[str, bytes], *, what: str) -> Any:
+    found = read_parts(documents, what=what)
+    tables = {name: dict(table) for name, table in found.components.items()}
+    return found.block_nbytes, dict(found.blocks), dict(found.stored), tables
 
 
 def _read_header(data: bytes, *, what: str) -> Any:
@@ -233,6 +336,12 @@ def documents() -> list[Document]:
     files = model_files()
     data = files["index.json"]
     found.append(Document("index", _read_index(data, what="i"), data, _read_index, False))
+    parted = parted_files()
+    for name, file, decode in (
+        ("index-root", "index.json", _read_root),
+        ("index-part", "index-0001.json", _read_part),
+    ):
+        found.append(Document(name, decode(parted[file], what="i"), parted[file], decode, False))
     tree = files["model-00000.json"]
     found.append(Document("tree", TREE, tree, objects.decode_tree, False))
     header = files[_MODEL][:4096]

@@ -60,7 +60,7 @@ def _foreign_errors() -> None:
     def careless(*args: Any, **options: Any) -> Any:
         raise KeyError("weight")
 
-    block_reader.decode_index = careless
+    block_reader.open_index = careless
 
 
 def _half_loads() -> None:

@@ -100,8 +100,8 @@ MUTANTS = (
         name="index-not-in-the-manifest",
         promise="I3: the index is covered by a digest",
         place="write_index",
-        before="    digest = blocks.file_digest(len(index), blocks.digest_blocks(index))\n",
-        after='    digest = blocks.file_digest(len(index), b"")\n',
+        before="        digest = blocks.file_digest(len(data), blocks.digest_blocks(data))\n",
+        after='        digest = blocks.file_digest(len(data), b"")\n',
         near=(
             "tests/loading/test_open.py",
             "tests/test_manager.py",

@@ -336,10 +336,18 @@ MUTANTS = (
     Mutant(
         name="shards-may-end-behind-the-file",
         promise="R29: a hostile index leads to no read outside its file",
-        place="_check_places",
+        place="check_places",
         before="(places.start > lengths) | (places.nbytes > lengths - places.start)",
         after="(places.start > lengths)",
         near=("tests/format/test_index.py",),
+    ),
+    Mutant(
+        name="boxes-of-a-part-may-be-longer-than-the-file",
+        promise="R29: a hostile index in parts leads to no read outside the data of a file",
+        place="PartedTable.place_boxes",
+        before="        if (start < DATA_ALIGNMENT).any():\n",
+        after="        if (start < 0).any():\n",
+        near=("tests/format/test_index_parts.py",),
     ),
     Mutant(
         name="a-name-twice-in-an-object",

@@ -21,7 +21,7 @@ from holdfast import (
 from holdfast.checkpoints import MIN_BUDGET, StateHooks
 from holdfast.control.save_requests import answer_to, put_save_request
 from holdfast.errors import SaveFailed, SaveSkipped
-from holdfast.format import index
+from holdfast.format import index, index_parts
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Aborted
 from holdfast.maintenance.verify import verify
@@ -625,11 +625,14 @@ def test_a_tag_that_the_leader_cannot_write_fails_the_save_on_all(
     assert all("503" in one for one in said), said
 
 
-def test_an_index_that_would_be_too_large_is_refused_before_a_file_is_written(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_an_index_that_would_be_too_large_is_in_parts_or_refused_before_a_file_is_written(
+    is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = MemoryStore()
     monkeypatch.setattr(index, "MAX_INDEX_VALUES", 50)
+    if is_refused:
+        monkeypatch.setattr(index_parts, "MAX_ALL_BOXES", 9)
 
     def work(member: Member) -> str:
         with member.manager(store) as manager:
@@ -640,9 +643,14 @@ def test_an_index_that_would_be_too_large_is_refused_before_a_file_is_written(
         return "committed"
 
     for said in all_of(on_ranks(2, work)):
-        assert "10 tensors in 10 boxes" in said
-        assert "Nothing was written" in said
-    assert not [key for key in store.list("") if key.endswith(".safetensors")]
+        assert said == "committed" or "10 tensors in 10 boxes" in said
+        assert is_refused == ("Nothing was written" in said)
+    if is_refused:
+        assert not [key for key in store.list("") if key.endswith(".safetensors")]
+    else:
+        assert whole(store) == [1]
+        (entry,) = Catalog(store).checkpoints()
+        assert "index-0001.json" in entry.manifest.files
 
 
 class Order:

@@ -16,7 +16,8 @@ from holdfast.cli.target import open_target, read_entry
 from holdfast.errors import CorruptData
 from holdfast.format import layout
 from holdfast.format.blocks import digest_blocks, file_digest
-from holdfast.format.index import Index, decode_index
+from holdfast.format.index import Index
+from holdfast.format.index_parts import open_index
 from holdfast.format.manifest import Manifest, Timestamp
 from holdfast.root.catalog import Entry
 from holdfast.root.documents import read_document
@@ -134,12 +135,18 @@ def show(target: str, *, tensors: bool) -> Answer:
 
 
 def _read_index(store: Store, folder: str, entry: Entry) -> Index:
-    key = f"{folder}/{layout.INDEX}"
-    data = read_document(store, key, max_nbytes=layout.MAX_INDEX_NBYTES)
-    digest = file_digest(len(data), digest_blocks(data, entry.manifest.block_nbytes))
-    if digest != entry.manifest.files[layout.INDEX].digest:
-        raise CorruptData(f"{store.url}/{key}: other bytes than written; see holdfast verify")
-    return decode_index(data, files=entry.manifest.files, what=f"{store.url}/{key}")
+    files = entry.manifest.files
+
+    def read(name: str) -> bytes:
+        key = f"{folder}/{name}"
+        data = read_document(store, key, max_nbytes=layout.MAX_INDEX_NBYTES)
+        digest = file_digest(len(data), digest_blocks(data, entry.manifest.block_nbytes))
+        if digest != files[name].digest:
+            raise CorruptData(f"{store.url}/{key}: other bytes than written; see holdfast verify")
+        return data
+
+    what = f"{store.url}/{folder}/{layout.INDEX}"
+    return open_index(read(layout.INDEX), read, files=files, what=what)
 
 
 def _format_checkpoint(shown: Shown, manifest: Manifest) -> list[str | TextTable]:

@@ -57,6 +57,13 @@ class Ragged(msgspec.Struct, frozen=True, eq=False):
         """Return rows of this length, as an array of two dimensions."""
         return np.take(self.values, self.first[numbers][:, None] + np.arange(length))
 
+    def select_ragged(self, numbers: Column) -> Ragged:
+        """Return rows of any lengths."""
+        lengths = self.first[numbers + 1] - self.first[numbers]
+        first = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        at = np.arange(first[-1]) + np.repeat(self.first[numbers] - first[:-1], lengths)
+        return Ragged(self.values[at], first)
+
     def lists(self) -> list[list[int]]:
         """Return the rows as lists."""
         values, first = self.values.tolist(), self.first.tolist()

@@ -6,9 +6,9 @@ import re
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, starmap
 from operator import gt
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,8 +34,8 @@ _MAX_VERSION_LENGTH = 20
 _MAX_KINDS = 100
 # Hashes of shapes are predictable: with many more, collisions could slow a dict to quadratic time.
 _HEX = re.compile(r"[0-9a-f]*", re.ASCII)
-_Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_Shape = Annotated[tuple[_Count, ...], Meta(max_length=MAX_DIMS)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Shape = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMS)]
 _Kind = tuple[str, tuple[int, ...]]
 """(dtype, shape) of a tensor."""
 
@@ -82,10 +82,51 @@ class TensorTable(Mapping[str, TensorEntry]):
         self, specs: Mapping[str, TensorSpec], shards: Places, boxes: Boxes | None = None
     ) -> None:
         self.specs = specs
-        self.shards = shards
+        self._shards = shards
+        self._boxes = boxes
+
+    @property
+    def shards(self) -> Places:
         """Positions of all shards, in the order of `boxes`; without them, of `specs`."""
-        self.boxes = boxes
+        return self._shards
+
+    @property
+    def boxes(self) -> Boxes | None:
         """The boxes of all shards; None if every tensor is one shard."""
+        return self._boxes
+
+    @classmethod
+    def of_corners(
+        cls,
+        specs: Mapping[str, TensorSpec],
+        shards: Places,
+        tensor: Column,
+        first: Column,
+        last: Column,
+    ) -> TensorTable:
+        """Make a table of boxes in the order of their tensors, from their first and last elements.
+
+        `first` and `last` are positions in the row-major tensor; a tensor without elements has one
+        box. Every tensor has a box.
+        """
+        if len(tensor) == len(specs):
+            return cls(specs, shards)
+        shapes = Ragged.from_lists([spec.shape for spec in specs.values()])
+        num_dims = shapes.lengths[tensor]
+        begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_dims)])
+        offsets, sizes = np.empty(begins[-1], np.int64), np.empty(begins[-1], np.int64)
+        start, end = first.astype(np.int64), last.astype(np.int64)
+        for back in range(1, int(num_dims.max(initial=0)) + 1):
+            rows = np.flatnonzero(num_dims >= back)
+            at = num_dims[rows] - back
+            extent = shapes.values[shapes.first[tensor[rows]] + at]
+            divisor = np.maximum(extent, 1)
+            low, high = start[rows] % divisor, end[rows] % divisor
+            start[rows] //= divisor
+            end[rows] //= divisor
+            offsets[begins[rows] + at] = low
+            sizes[begins[rows] + at] = np.minimum(high - low + 1, extent)
+        return cls(specs, shards, Boxes(tensor, Ragged(offsets, begins), Ragged(sizes, begins)))
 
     @classmethod
     def of_boxes(
@@ -107,18 +148,23 @@ class TensorTable(Mapping[str, TensorEntry]):
         )
 
     @property
-    def places(self) -> Places | None:
-        """Positions of the tensors, in the order of `specs`; None if any has several shards."""
-        return self.shards if self.boxes is None else None
+    def files(self) -> Sequence[str]:
+        """Stored names of the tensor files."""
+        return self.shards.files
+
+    @property
+    def has_boxes(self) -> bool:
+        """Whether a tensor is stored in several shards."""
+        return self.boxes is not None
 
     def part(self, keys: Mapping[str, str]) -> TensorTable:
         """Return the whole tensors of some keys under new ones. `keys`: new → stored."""
-        if self.boxes is not None:
-            raise FormatError(f"{min(keys.values(), default='')!r}: a tensor of one rank has boxes")
+        if odd := [old for old in keys.values() if not self.is_whole(old)]:
+            raise FormatError(f"{min(odd)!r}: a tensor of one rank has boxes")
         specs = {
             new: msgspec.structs.replace(self.specs[old], key=new) for new, old in keys.items()
         }
-        return TensorTable(specs, self.shards.select_shards(self.numbers([*keys.values()])))
+        return TensorTable(specs, self.whole([*keys.values()])[1])
 
     def stored_as(self, names: Mapping[str, str]) -> TensorTable:
         """Return this table with the stored names of its files, by plain name."""
@@ -132,50 +178,71 @@ class TensorTable(Mapping[str, TensorEntry]):
 
     def whole(self, keys: Sequence[str]) -> tuple[list[TensorSpec], Places]:
         """Return specs and positions of tensors that are stored as one shard each."""
-        if self.boxes is None and keys == [*self.specs]:
+        if not self.has_boxes and keys == [*self.specs]:
             return [*self.specs.values()], self.shards
         numbers, specs = self.numbers(keys), [self.specs[key] for key in keys]
-        if self.boxes is None:
-            return specs, self.shards.select_shards(numbers)
         first = self._first[numbers]
         assert (self._first[numbers + 1] == first + 1).all(), "a tensor of several shards"
-        return specs, self.shards.select_shards(first)
+        return specs, self.locate(first)
 
     def is_whole(self, key: str) -> bool:
         """Whether a tensor is stored as one shard."""
         number = self._numbers[key]
-        return self.boxes is None or bool(self._first[number + 1] - self._first[number] == 1)
+        return not self.has_boxes or bool(self._first[number + 1] - self._first[number] == 1)
 
     def boxes_of(self, key: str) -> tuple[Column, Column]:
         """Return a tensor's shards and their boxes as (start, stop), at least of one dimension."""
-        number, shape = self._numbers[key], self.specs[key].shape
-        num_dims = len(shape)
-        if self.boxes is None:
-            shards, start = np.array([number]), np.zeros((1, num_dims), np.int64)
-            sizes = np.array([shape], np.int64)
-        else:
-            shards = np.arange(self._first[number], self._first[number + 1])
-            start, sizes = (
-                of_box.select_rows(shards, num_dims)
-                for of_box in (self.boxes.offsets, self.boxes.sizes)
-            )
-        if not shape:
-            start, sizes = np.zeros((len(shards), 1), np.int64), np.ones((len(shards), 1), np.int64)
-        return shards, np.stack([start, start + sizes], axis=1)
+        number, num_dims = self._numbers[key], len(self.specs[key].shape)
+        shards = np.arange(self._first[number], self._first[number + 1])
+        if not num_dims:
+            return shards, np.tile(np.array([[[0], [1]]]), (len(shards), 1, 1))
+        offsets, sizes = self._select_boxes(shards)
+        start, size = (one.values.reshape(-1, num_dims) for one in (offsets, sizes))
+        return shards, np.stack([start, start + size], axis=1)
+
+    def locate(self, numbers: Column) -> Places:
+        """Return the positions of some shards, by their numbers among all."""
+        return self.shards.select_shards(numbers)
+
+    def shards_in(self, file: str) -> list[tuple[TensorSpec, ShardEntry]]:
+        """List the shards in a file, each with its tensor, in the order of their bytes.
+
+        Empty if it is no tensor file of this component.
+        """
+        if file not in self._file_numbers:
+            return []
+        numbers = self._numbers_in(self._file_numbers[file])
+        tensors = np.searchsorted(self._first, numbers, side="right") - 1
+        specs = [self._spec_list[tensor] for tensor in tensors.tolist()]
+        return [*zip(specs, self._make_entries(numbers), strict=True)]
 
     def __getitem__(self, key: str) -> TensorEntry:
         spec, number = self.specs[key], self._numbers[key]
-        numbers = range(number, number + 1)
-        if self.boxes is not None:
-            numbers = range(*self._first[number : number + 2].tolist())
-        return TensorEntry(key, spec.dtype, spec.shape, tuple(map(self._entry, numbers)))
+        numbers = np.arange(self._first[number], self._first[number + 1])
+        return TensorEntry(key, spec.dtype, spec.shape, tuple(self._make_entries(numbers)))
 
-    def _entry(self, number: int) -> ShardEntry:
-        at = self.shards
-        place = at.files[at.file[number]], int(at.start[number]), int(at.nbytes[number])
-        if self.boxes is None:
-            return ShardEntry(*place)
-        return ShardEntry(*place, self.boxes.offsets.row(number), self.boxes.sizes.row(number))
+    def _make_entries(self, numbers: Column) -> Iterator[ShardEntry]:
+        at = self.locate(numbers)
+        files = [at.files[file] for file in at.file.tolist()]
+        places = zip(files, at.start.tolist(), at.nbytes.tolist(), strict=True)
+        if not self.has_boxes:
+            return starmap(ShardEntry, places)
+        rows = (map(tuple, one.lists()) for one in self._select_boxes(numbers))
+        return (ShardEntry(*at, *box) for at, *box in zip(places, *rows, strict=True))
+
+    def _select_boxes(self, numbers: Column) -> tuple[Ragged, Ragged]:
+        """Return the offsets and sizes of some shards."""
+        if self.boxes is not None:
+            return self.boxes.offsets.select_ragged(numbers), self.boxes.sizes.select_ragged(
+                numbers
+            )
+        sizes = Ragged.from_lists([self._spec_list[number].shape for number in numbers.tolist()])
+        return Ragged(np.zeros_like(sizes.values), sizes.first), sizes
+
+    def _numbers_in(self, file: int) -> Column:
+        """Return the numbers of the shards in a file, in the order of their bytes."""
+        order, first = self._by_file
+        return order[first[file] : first[file + 1]]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -191,9 +258,25 @@ class TensorTable(Mapping[str, TensorEntry]):
         return {key: number for number, key in enumerate(self.specs)}
 
     @cached_property
+    def _spec_list(self) -> Sequence[TensorSpec]:
+        return [*self.specs.values()]
+
+    @cached_property
+    def _file_numbers(self) -> Mapping[str, int]:
+        return {name: number for number, name in enumerate(self.files)}
+
+    @cached_property
+    def _by_file(self) -> tuple[Column, Column]:
+        """All shards in the order of their bytes, and where each file begins among them."""
+        at = self.shards
+        order = np.lexsort((at.nbytes, at.start, at.file))
+        return order, np.searchsorted(at.file[order], np.arange(len(at.files) + 1))
+
+    @cached_property
     def _first(self) -> Column:
-        """Position of the first shard of each tensor, and of the end; for tables with boxes."""
-        assert self.boxes is not None
+        """Number of the first shard of each tensor, and of the end."""
+        if self.boxes is None:
+            return np.arange(len(self.specs) + 1)
         return np.searchsorted(self.boxes.tensor, np.arange(len(self.specs) + 1))
 
 
@@ -212,6 +295,10 @@ class StoredBlocks(msgspec.Struct, frozen=True):
         """List (start, stop) of every stored block in the file."""
         return [*pairwise(accumulate(self.lengths, initial=0))]
 
+    def columns(self) -> StoredColumns:
+        """Return the lengths and digests as in an index."""
+        return StoredColumns([*self.lengths], self.digests.hex())
+
     def entry(self, codec: CodecName) -> StoredEntry:
         """Make the manifest's entry for the stored blocks."""
         digest = block_digests.file_digest(self.nbytes, self.digests)
@@ -229,34 +316,50 @@ class Index(msgspec.Struct, frozen=True):
 
 
 class _Shards(msgspec.Struct):
-    tensor: list[_Count]
-    file: list[_Count]
-    start: list[_Count]
-    offsets: list[_Shape] | None
-    sizes: list[_Shape] | None
+    tensor: list[Count]
+    file: list[Count]
+    start: list[Count]
+    offsets: list[Shape] | None
+    sizes: list[Shape] | None
 
 
 class _Component(msgspec.Struct):
     files: list[str]
     names: list[str]
     dtypes: list[str]
-    shapes: list[_Shape]
+    shapes: list[Shape]
     shards: _Shards
 
 
-class _StoredColumns(msgspec.Struct):
-    nbytes: list[_Count]
+class StoredColumns(msgspec.Struct):
+    """Lengths and digests of the stored blocks of a file, as an index has them."""
+
+    nbytes: list[Count]
     digests: str
 
 
-class _IndexDocument(msgspec.Struct, omit_defaults=True):
-    """Members of an index document, in the order in which they are written."""
+class IndexDocument(msgspec.Struct, omit_defaults=True):
+    """Base class of documents of an index; members are in the order in which they are written."""
 
     holdfast: int
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this Holdfast knows the version and the features."""
+        requires = getattr(self, "requires", ())
+        return self.holdfast == FORMAT_VERSION and strictjson.KNOWN_REQUIREMENTS.issuperset(
+            requires
+        )
+
+
+T = TypeVar("T", bound=IndexDocument)
+
+
+class _IndexDocument(IndexDocument, omit_defaults=True):
     block_nbytes: int
     blocks: dict[str, str]
     components: dict[str, _Component]
-    stored: dict[str, _StoredColumns] = {}
+    stored: dict[str, StoredColumns] = {}
 
 
 def encode_index(
@@ -274,77 +377,83 @@ def encode_index(
         "components": {name: _columns(of_name) for name, of_name in files.items()},
     }
     if stored:
-        document["stored"] = {
-            name: {"nbytes": blocks_of.lengths, "digests": blocks_of.digests.hex()}
-            for name, blocks_of in stored.items()
-        }
-    data = msgspec.json.encode(document)
-    strictjson.check_limits(data, what=layout.INDEX, **_LIMITS)
-    return data
+        document["stored"] = {name: blocks_of.columns() for name, blocks_of in stored.items()}
+    return encode_document(document, what=layout.INDEX)
 
 
-def check_size(
+def fits_one_document(
     specs: Sequence[TensorSpec],
     num_boxes: Sequence[int],
     *,
     nbytes_of_boxes: int,
     files_nbytes: int,
-) -> None:
-    """Expect that the index of tensors in boxes will not be too large, before it exists."""
+) -> bool:
+    """Whether the index of tensors in boxes will be within the limits, before it exists."""
     by_tensor = [*zip(specs, num_boxes, strict=True)]
     num_values = sum(4 + len(s.shape) + n * (5 + 2 * len(s.shape)) for s, n in by_tensor)
-    names = sum(len(spec.key) + 20 + 3 * len(str(spec.shape)) // 2 for spec in specs)
     digests = 2 * block_digests.DIGEST_NBYTES * (files_nbytes // BLOCK_NBYTES)
-    nbytes = names + nbytes_of_boxes + digests
-    if num_values > MAX_INDEX_VALUES or nbytes > MAX_INDEX_NBYTES:
-        raise LimitExceeded(
-            f"{len(specs):,} tensors in {sum(num_boxes):,} boxes: their index takes {num_values:,} "
-            f"values and about {nbytes:,} bytes; at most {MAX_INDEX_VALUES:,} and "
-            f"{MAX_INDEX_NBYTES:,} are accepted. Nothing was written. Shard each tensor over fewer "
-            "ranks, as HSDP does, or join small tensors"
-        )
+    nbytes = sum(map(estimate_nbytes, specs)) + nbytes_of_boxes + digests
+    return num_values <= MAX_INDEX_VALUES and nbytes <= MAX_INDEX_NBYTES
+
+
+def estimate_nbytes(spec: TensorSpec) -> int:
+    """Return about the bytes of a tensor in an index, without its boxes."""
+    return len(spec.key) + 20 + 3 * len(str(spec.shape)) // 2
 
 
 def decode_index(data: Buffer, *, files: Mapping[str, FileEntry], what: str) -> Index:
     """Decode the index in `data`, and check it against the manifest's `files`."""
-    document = _decode_document(data, what=what)
+    document = decode_document(data, _IndexDocument, what=what)
     check_block_nbytes(document.block_nbytes, what=what)
-    _check_file_lists(document, files, what=what)
+    lists = {name: component.files for name, component in document.components.items()}
+    check_file_lists(lists, files, what=what)
+    listed, size = (
+        {name: files[name] for name in files if name != layout.INDEX},
+        document.block_nbytes,
+    )
     return Index(
-        blocks=_decode_blocks(document, files, what=what),
+        blocks=decode_blocks(document.blocks, listed, size, what=what),
         components={
             name: _decode_component(component, files, what=f"{what}, component {name!r}")
             for name, component in document.components.items()
         },
         block_nbytes=document.block_nbytes,
-        stored=_decode_stored(document, files, what=what),
+        stored=decode_stored(document.stored, listed, size, what=what),
     )
 
 
 def files_of_index(data: Buffer, *, what: str) -> tuple[str, ...]:
     """List the files that an index has digests of: all of a checkpoint but the index itself."""
-    return tuple(_decode_document(data, what=what).blocks)
+    return tuple(decode_document(data, _IndexDocument, what=what).blocks)
 
 
-def _decode_document(data: Buffer, *, what: str) -> _IndexDocument:
-    document = strictjson.loads_as(data, _IndexDocument, **_LIMITS)
-    if document is not None and document.holdfast == FORMAT_VERSION:
+def decode_document(data: Buffer, kind: type[T], *, what: str) -> T:
+    """Decode an index document; unknown members are ignored, and may not be long."""
+    document = strictjson.loads_as(data, kind, **_LIMITS)
+    if document is not None and document.is_known:
         return document
     strictjson.check_limits(data, what=what, **_LIMITS)
     if memoryview(data).nbytes > MAX_UNKNOWN_NBYTES:
-        _check_unknown(bytes(data), what=what)
+        _check_unknown(bytes(data), kind, what=what)
     value = strictjson.loads(data, what=what, **_LIMITS)
     strictjson.check_version(value, what=what)
-    return strictjson.convert(value, _IndexDocument, what=what)
+    return strictjson.convert(value, kind, what=what)
 
 
-def _check_unknown(text: bytes, *, what: str) -> None:
+def encode_document(document: object, *, what: str) -> bytes:
+    """Encode an index document, within the limits of `decode_document`."""
+    data = msgspec.json.encode(document)
+    strictjson.check_limits(data, what=what, **_LIMITS)
+    return data
+
+
+def _check_unknown(text: bytes, kind: type[IndexDocument], *, what: str) -> None:
     """Check that unknown members are short before they are built, as small ones can grow large."""
     try:
         raw = bytes(msgspec.json.decode(text, type=dict[str, msgspec.Raw]).get("holdfast", b""))
         version = int(raw) if len(raw) < _MAX_VERSION_LENGTH else None
         strictjson.check_version({"holdfast": version}, what=what)
-        known = msgspec.json.encode(msgspec.json.decode(text, type=_IndexDocument))
+        known = msgspec.json.encode(msgspec.json.decode(text, type=kind))
         unknown = len(msgspec.json.format(text, indent=-1)) - len(known)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise FormatError(f"{what}: not an index: {error}") from error
@@ -390,22 +499,22 @@ def _of_boxes(table: TensorTable) -> dict[str, Any]:
     }
 
 
-def _check_file_lists(
-    document: _IndexDocument, files: Mapping[str, FileEntry], *, what: str
+def check_file_lists(
+    lists: Mapping[str, Sequence[str]], files: Mapping[str, FileEntry], *, what: str
 ) -> None:
-    """Check that the components and their files are those of the manifest."""
-    expected = {name for name in files if name != layout.INDEX}
+    """Check that the components, and the tensor files in `lists`, are those of the manifest."""
+    expected = {name for name in files if not layout.is_index_name(name)}
     names = {layout.plain_file(name): name for name in expected}
     listed: set[str] = set()
-    for name, component in document.components.items():
+    for name, of_component in lists.items():
         try:
             layout.check_component(name)
         except HoldfastError as err:
             raise FormatError(f"{what}: {str(err)[:200]}") from err
-        numbers = range(len(component.files))
+        numbers = range(len(of_component))
         own = [layout.tree_file(name), *(layout.tensor_file(name, number) for number in numbers)]
         tree, *tensors = (names.get(plain, plain) for plain in own)
-        if component.files != tensors:
+        if of_component != tensors:
             raise FormatError(f"{what}: component {name!r} has other files than its own")
         listed |= {tree, *tensors}
     if listed != expected:
@@ -413,14 +522,15 @@ def _check_file_lists(
         raise FormatError(f"{what}: lists other files than the manifest ({odd[:200]!r})")
 
 
-def _decode_blocks(
-    document: _IndexDocument, files: Mapping[str, FileEntry], *, what: str
+def decode_blocks(
+    texts: Mapping[str, str], files: Mapping[str, FileEntry], block_nbytes: int, *, what: str
 ) -> dict[str, bytes]:
-    if document.blocks.keys() != files.keys() - {layout.INDEX}:
+    """Decode the block digests of all `files`, which must be those of the manifest."""
+    if texts.keys() != files.keys():
         raise FormatError(f"{what}: `blocks` lists other files than the manifest")
     decoded: dict[str, bytes] = {}
-    for name, text in document.blocks.items():
-        num_blocks = block_digests.num_blocks(files[name].nbytes, document.block_nbytes)
+    for name, text in texts.items():
+        num_blocks = block_digests.num_blocks(files[name].nbytes, block_nbytes)
         decoded[name] = _digests(text, num_blocks, what=f"{what}: {name}")
         if block_digests.file_digest(files[name].nbytes, decoded[name]) != files[name].digest:
             raise CorruptData(f"{what}: the block digests of {name} are not the manifest's")
@@ -433,20 +543,24 @@ def _digests(text: str, num_blocks: int, *, what: str) -> bytes:
     return bytes.fromhex(text)
 
 
-def _decode_stored(
-    document: _IndexDocument, files: Mapping[str, FileEntry], *, what: str
+def decode_stored(
+    found: Mapping[str, StoredColumns],
+    files: Mapping[str, FileEntry],
+    block_nbytes: int,
+    *,
+    what: str,
 ) -> dict[str, StoredBlocks]:
-    """Decode the stored blocks of compressed files; check their numbers and lengths."""
+    """Decode the stored blocks of the compressed of `files`; check their numbers and lengths."""
     entries = {name: entry.stored for name, entry in files.items() if entry.stored is not None}
-    if document.stored.keys() != entries.keys():
+    if found.keys() != entries.keys():
         raise FormatError(f"{what}: `stored` lists other files than the manifest")
     decoded: dict[str, StoredBlocks] = {}
-    for name, columns in document.stored.items():
+    for name, columns in found.items():
         nbytes, num_blocks = files[name].nbytes, len(columns.nbytes)
-        expected = block_digests.num_blocks(nbytes, document.block_nbytes)
+        expected = block_digests.num_blocks(nbytes, block_nbytes)
         if num_blocks != expected:
             raise FormatError(f"{what}: {name} should have {expected:,} stored blocks")
-        spans = block_digests.list_blocks(nbytes, document.block_nbytes)
+        spans = block_digests.list_blocks(nbytes, block_nbytes)
         most = (max_stored_nbytes(stop - start) for start, stop in spans)
         if 0 in columns.nbytes or any(map(gt, columns.nbytes, most)):
             raise FormatError(f"{what}: {name} has a stored block that is too short or too long")
@@ -460,18 +574,23 @@ def _decode_stored(
 def _decode_component(
     component: _Component, files: Mapping[str, FileEntry], *, what: str
 ) -> TensorTable:
-    names = component.names
-    if not len(names) == len(component.dtypes) == len(component.shapes):
+    specs, sizes = decode_specs(component.names, component.dtypes, component.shapes, what=what)
+    places, boxes = _places_and_boxes(component, sizes, what=what)
+    lengths = np.array([files[name].nbytes for name in places.files], np.int64)
+    check_places(places, lengths, what=what)
+    return TensorTable(specs, places, boxes)
+
+
+def decode_specs(
+    names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[tuple[int, ...]], *, what: str
+) -> tuple[dict[str, TensorSpec], list[int]]:
+    """Decode the tensors of a component, by key; also return the bytes of each."""
+    if not len(names) == len(dtypes) == len(shapes):
         raise FormatError(f"{what}: `names`, `dtypes` and `shapes` differ in length")
-    specs = map(TensorSpec, names, component.dtypes, component.shapes)
-    specs_by_key = dict(zip(names, specs, strict=True))
+    specs_by_key = dict(zip(names, map(TensorSpec, names, dtypes, shapes), strict=True))
     if len(specs_by_key) != len(names):
         raise FormatError(f"{what}: a tensor's name appears twice")
-    kinds = [*zip(component.dtypes, component.shapes, strict=True)]
-    sizes = _Sizes(what).of(names, kinds)
-    places, boxes = _places_and_boxes(component, sizes, what=what)
-    _check_places(places, files, what=what)
-    return TensorTable(specs_by_key, places, boxes)
+    return specs_by_key, _Sizes(what).of(names, [*zip(dtypes, shapes, strict=True)])
 
 
 class _Sizes(dict[_Kind, int]):
@@ -551,10 +670,10 @@ def _whole_tensors(component: _Component, sizes: list[int], *, what: str) -> Pla
     return Places(component.files, file, start, np.array(sizes, np.int64))
 
 
-def _check_places(places: Places, files: Mapping[str, FileEntry], *, what: str) -> None:
-    """Check that every shard lies in the data of its file, and no two overlap."""
+def check_places(places: Places, lengths: Column, *, what: str) -> None:
+    """Check that every shard lies in the data of its file, of these lengths, and no two overlap."""
     places = places.select_shards(np.lexsort((places.nbytes, places.start, places.file)))
-    lengths = np.array([files[name].nbytes for name in places.files], np.int64)[places.file]
+    lengths = lengths[places.file]
     # Not by their sum, which may be beyond 64 bits.
     outside = (places.start > lengths) | (places.nbytes > lengths - places.start)
     if outside.any():

@@ -40,6 +40,8 @@ MAX_STORED_FILES = 10_000_000
 """Limit of the numbers in names of encrypted files, which have at most seven digits."""
 MAX_BOX_NUMBER = 9999
 """The highest number in the name of a box of keys."""
+MAX_PARTS = 9999
+"""Most parts of an index."""
 
 _SUFFIXES = frozenset(codec.suffix for codec in CODECS.values())
 _SUFFIX = re.compile(r"\.([0-9]{4,10})-([0-9]{6,12})-([0-9a-f]{8})$", re.ASCII)
@@ -51,6 +53,7 @@ _ANSWER = ".answer"
 _STORED = re.compile(r"file-[0-9]{5,7}\.sealed", re.ASCII)
 _SEGMENT = re.compile(r"([0-9]{8,12})-([0-9]{6,9})\.json", re.ASCII)
 _LEASE = re.compile(r"(.+)\.([0-9a-f]{16})\.json", re.ASCII)
+_PART = re.compile(r"index-([0-9]{4})\.json", re.ASCII)
 _FILE = re.compile(r"([a-z0-9_\-]{1,64})-([0-9]{5,7})\.(json|safetensors)", re.ASCII)
 # A cache, as the checkpoints of a root have files and sidecars of the same few names.
 _cached = lru_cache(maxsize=1024)
@@ -288,6 +291,23 @@ parse_keys = _number_in(r"keys-([0-9]{4})\.json")
 """Parse the number of a box of keys; None for any other name."""
 
 
+def part_name(number: int) -> str:
+    """Return the name of the n-th part of an index, from 1."""
+    return f"index-{number:04d}.json"
+
+
+def parse_part(name: str) -> int | None:
+    """Parse the number of a part of an index; None for any other name."""
+    # Not cached: called before the name is checked, which may be of any length.
+    match = _PART.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_index_name(name: str) -> bool:
+    """Whether a name is that of the index or a part of it."""
+    return name == INDEX or parse_part(name) is not None
+
+
 def stored_name(number: int) -> str:
     """Return the name under which the n-th file of an encrypted checkpoint is stored, from 0."""
     if number >= MAX_STORED_FILES:
@@ -333,7 +353,7 @@ def stored_file(name: str, codec: CodecName) -> str:
 
 def is_listed_name(name: str) -> bool:
     """Whether a name in a checkpoint's folder is the plain name of a data file."""
-    return name == INDEX or _FILE.fullmatch(name) is not None
+    return is_index_name(name) or _FILE.fullmatch(name) is not None
 
 
 def plain_file(name: str) -> str:
@@ -346,12 +366,12 @@ def plain_file(name: str) -> str:
 def is_data_name(name: str) -> bool:
     """Whether a name is that of a data file: the index, a listed file, or its encrypted form."""
     plain = plain_file(name)
-    return name == INDEX or is_stored_name(name) or _FILE.fullmatch(plain) is not None
+    return is_index_name(name) or is_stored_name(name) or _FILE.fullmatch(plain) is not None
 
 
 @_cached
 def check_file_name(name: str) -> None:
     """Raise `FormatError` unless a manifest may list a file called `name`."""
     plain = plain_file(name)
-    if name != INDEX and _FILE.fullmatch(plain) is None:
+    if not is_index_name(name) and _FILE.fullmatch(plain) is None:
         raise FormatError(f"a manifest may not list a file named {name[:80]!r}")

@@ -249,6 +249,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         strictjson.CODEC: is_stored,
         strictjson.SHARDS: manifest.sharded,
         strictjson.FROZEN: is_frozen,
+        strictjson.PARTS: layout.part_name(1) in manifest.files,
     }
     requires = [name for name, is_needed in needs.items() if is_needed]
     members = {"requires": requires, **msgspec.to_builtins(manifest)}
@@ -327,7 +328,9 @@ def _check_manifest(manifest: Manifest, *, what: str) -> None:
         if [*map(layout.plain_file, component.files)] != expected:
             raise FormatError(f"{what}: component {name!r} has other files than its own")
     of_components = {name for entry in manifest.components.values() for name in entry.files}
-    _check_files(manifest, of_components | {layout.INDEX}, what=what)
+    num_parts = sum(layout.parse_part(name) is not None for name in manifest.files)
+    of_index = {layout.INDEX, *map(layout.part_name, range(1, num_parts + 1))}
+    _check_files(manifest, of_components | of_index, what=what)
 
 
 def _check_names(manifest: Manifest, *, what: str) -> None:
@@ -350,7 +353,7 @@ def _check_files(manifest: Manifest, expected: set[str], *, what: str) -> None:
             raise FormatError(f"{what}: {name} is not the name of a file that is stored so")
         if stored is not None and manifest.block_nbytes > MAX_STORED_BLOCK_NBYTES:
             raise FormatError(f"{what}: {name} has blocks that are too long to be decoded")
-        most = MAX_INDEX_NBYTES if plain == layout.INDEX else MAX_TREE_NBYTES
+        most = MAX_INDEX_NBYTES if layout.is_index_name(plain) else MAX_TREE_NBYTES
         if plain.endswith(".json") and entry.nbytes > most:
             raise FormatError(f"{what}: {name} would have {entry.nbytes:,} bytes")
 

@@ -36,7 +36,9 @@ SEALED = "sealed"
 FROZEN = "frozen"
 """Entry of `requires` in manifests of checkpoints that record parameters by digest alone, and name
 of the record beside the tree of a module."""
-KNOWN_REQUIREMENTS = frozenset({CODEC, SHARDS, SEALED, FROZEN})
+PARTS = "parts"
+"""Entry of `requires` in manifests and indexes of checkpoints whose index is in parts."""
+KNOWN_REQUIREMENTS = frozenset({CODEC, SHARDS, SEALED, FROZEN, PARTS})
 
 T = TypeVar("T")
 

@@ -214,7 +214,7 @@ class Assembly:
                 pieces.append(_Pieces(table, spec, local, first_file=len(files)))
                 shape = spec.shape if local is None else local.local_shape
                 self._targets.append((component, spec, shape))
-            files += table.shards.files
+            files += table.files
         counts = [len(of_tensor.start) for of_tensor in pieces]
         self._owner = np.repeat(np.arange(len(pieces)), counts).tolist()
         self._strides = [row for of_tensor in pieces for row in of_tensor.strides.tolist()]
@@ -299,7 +299,7 @@ class _Pieces:
         at_length = ((self.sizes - 1) * of_local).sum(axis=1) + 1
         count = self.sizes.prod(axis=1)
         self.is_run = (length == count) & (at_length == count)
-        item_nbytes, at = ITEM_NBYTES[spec.dtype], table.shards.select_shards(shards[of_stored])
+        item_nbytes, at = ITEM_NBYTES[spec.dtype], table.locate(shards[of_stored])
         check_aligned([spec] * len(at.start), at.start)
         self.file: Column = at.file + first_file
         self.start: Column = at.start + first * item_nbytes

@@ -11,7 +11,8 @@ from holdfast.errors import CorruptData, NotFound
 from holdfast.format import blocks, layout
 from holdfast.format.blocks import DIGEST_NBYTES
 from holdfast.format.codec import Decode, decoder
-from holdfast.format.index import Index, StoredBlocks, decode_index
+from holdfast.format.index import Index, StoredBlocks
+from holdfast.format.index_parts import open_index
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.store.base import Store, ignore
 from holdfast.threads.buffers import Buffers
@@ -197,9 +198,13 @@ def _is_block(data: memoryview, digests: bytes, number: int) -> bool:
 
 
 def read_index(store: Store, folder: str, manifest: Manifest, *, verify: bool = True) -> Index:
-    """Read and check the index of a checkpoint."""
-    data = read_file(store, folder, layout.INDEX, manifest, verify=verify)
-    index = decode_index(data, files=manifest.files, what=f"{store.url}/{folder}/{layout.INDEX}")
+    """Read and check the index of a checkpoint; parts of it are read when they are needed."""
+
+    def read(name: str) -> bytes:
+        return read_file(store, folder, name, manifest, verify=verify)
+
+    what = f"{store.url}/{folder}/{layout.INDEX}"
+    index = open_index(read(layout.INDEX), read, files=manifest.files, what=what)
     if set(index.components) != set(manifest.components):
         raise CorruptData(f"{folder}: index and manifest list different components")
     if index.block_nbytes != manifest.block_nbytes:

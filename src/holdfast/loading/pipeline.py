@@ -292,11 +292,10 @@ class ReadPipeline:
     def _contents(self, file: str, start: int, stop: int) -> str:
         """List the tensors in a byte range of a file, as text for messages."""
         names = [
-            f"{component}.{key}"
-            for component, entries in self._opened.index.components.items()
-            for key, entry in entries.items()
-            for shard in entry.shards
-            if shard.file == file and shard.start < stop and shard.start + shard.nbytes > start
+            f"{component}.{spec.key}"
+            for component, table in self._opened.index.components.items()
+            for spec, shard in table.shards_in(file)
+            if shard.start < stop and shard.start + shard.nbytes > start
         ]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return f"it holds {', '.join(names[:5]) or 'the header'}{more}"

@@ -190,7 +190,7 @@ class TensorReader:
         boxed: dict[str, dict[str, LocalShards | None]] = {}
         for name, keys in needed.items():
             table, held = self._opened.index.components[name], shards.get(name, {})
-            if table.boxes is None and not held:
+            if not table.has_boxes and not held:
                 whole[name] = keys
                 continue
             whole[name] = of_whole = []

@@ -6,8 +6,7 @@ blocks (and eight decoded ones) and one document in memory.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -31,12 +30,13 @@ from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, list_blocks
 from holdfast.format.boxes import key_of_box
 from holdfast.format.envelope import MAX_MARK_NBYTES, check_mark, decode_box, is_mark
-from holdfast.format.index import Index, ShardEntry, TensorEntry, decode_index
+from holdfast.format.index import Index, ShardEntry
+from holdfast.format.index_parts import open_index
 from holdfast.format.manifest import FileEntry, Manifest
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.format.objects import decode_tree
 from holdfast.format.records import Alive, Closed, Notes, Rejected, Retired, Thinned, WriterRecord
-from holdfast.format.tensors import in_header, parse_header
+from holdfast.format.tensors import TensorSpec, in_header, parse_header
 from holdfast.loading.block_reader import FileBlocks
 from holdfast.maintenance.verify_encrypted import scrub
 from holdfast.maintenance.verify_reads import (
@@ -218,7 +218,7 @@ class _Inspection:
         self._problems: list[Problem] = []
         self._here: Manifest | None = None
         """The manifest without the components that retention deleted."""
-        self._places: dict[str, list[tuple[int, int, str]]] = {}
+        self._index_found: Index | None = None
 
     def inspect_checkpoint(self) -> VerifyReport:
         manifest = self._manifest()
@@ -228,7 +228,7 @@ class _Inspection:
             here = self._here = self._without_dropped(manifest)
             self._tally.total = here.nbytes
             index = self._index(manifest)
-            self._places = _list_ranges(index)
+            self._index_found = index
             damaged = self._contents(here, index)
             if index is not None:
                 self._check_documents(here, index, damaged)
@@ -302,24 +302,48 @@ class _Inspection:
                 self._problem(layout.MANIFEST, error)
 
     def _index(self, manifest: Manifest) -> Index | None:
-        """Read and decode the index; None where it is damaged."""
-        listed = manifest.files[layout.INDEX]
+        """Read and decode the index with all its parts; None where any of it is damaged."""
+        documents = {
+            name: self._read_of_index(name, manifest)
+            for name in manifest.files
+            if layout.is_index_name(name)
+        }
+        found = {name: data for name, data in documents.items() if data is not None}
+        if len(found) < len(documents):
+            return None
+        try:
+            index = open_index(
+                found[layout.INDEX],
+                found.__getitem__,
+                files=manifest.files,
+                what=layout.INDEX,
+            )
+            for table in index.components.values():
+                _ = table.shards
+        except FormatError as error:
+            self._problem(layout.INDEX, error)
+            return None
+        return index
 
-        def decode(data: bytes, *, what: str) -> Index:
+    def _read_of_index(self, name: str, manifest: Manifest) -> bytes | None:
+        """Read a document of the index; None where it is damaged."""
+        listed = manifest.files[name]
+
+        def check_digest(data: bytes, *, what: str) -> bytes:
             found = file_digest(len(data), digest_blocks(data, manifest.block_nbytes))
             if found != listed.digest:
                 raise _OtherBytes(found)
-            return decode_index(data, files=manifest.files, what=what)
+            return data
 
         try:
-            return self._reader.read_decoded(layout.INDEX, layout.MAX_INDEX_NBYTES, decode)
+            return self._reader.read_decoded(name, layout.MAX_INDEX_NBYTES, check_digest)
         except NotFound:
-            self._problem(layout.INDEX, "is missing")
+            self._problem(name, "is missing")
         except _OtherBytes as error:
             what, found = "other bytes than written", error.digest
-            self._problem(layout.INDEX, what, expected=listed.digest, found=found)
+            self._problem(name, what, expected=listed.digest, found=found)
         except (FormatError, StoreError) as error:
-            self._problem(layout.INDEX, error)
+            self._problem(name, error)
         finally:
             self._tally.count_checked(listed.nbytes)
         return None
@@ -327,7 +351,9 @@ class _Inspection:
     def _contents(self, manifest: Manifest, index: Index | None) -> set[str]:
         """Compare the bytes of every file but the index; return the names of damaged files."""
         num_before = len(self._problems)
-        files = {file: entry for file, entry in manifest.files.items() if file != layout.INDEX}
+        files = {
+            file: entry for file, entry in manifest.files.items() if not layout.is_index_name(file)
+        }
         if index is not None and self._decode:
             self._made_by = self._decoders(files, index)
         jobs: list[BlockToCheck] = []
@@ -501,7 +527,7 @@ class _Inspection:
     ) -> Iterator[Problem]:
         head = self._reader.header(file, listed, self._made_by.get(file))
         found = parse_header(head, file_nbytes=listed.nbytes, what=file)
-        expected = _expected_header(index, component, file)
+        expected = _expected_header(index, file)
         for key in sorted({*found, *expected}):
             if found.get(key) != expected.get(key):
                 yield problem_of(
@@ -525,42 +551,35 @@ class _Inspection:
 
     def _find_tensors(self, file: str, start: int, stop: int) -> tuple[str, ...]:
         """Return the keys of the tensors with bytes in [start, stop) of a file."""
-        places = self._places.get(file, [])
-        first = bisect_right(places, start, key=lambda place: place[1])
-        return tuple(key for begin, _, key in places[first:] if begin < stop)
+        return tuple(
+            spec.key
+            for spec, shard in _shards_in(self._index_found, file)
+            if shard.start < stop and shard.start + shard.nbytes > start
+        )
 
     def _problem(self, file: str, what: str | HoldfastError, **more: Any) -> None:
         self._problems.append(problem_of(file, what, **more))
 
 
-def _list_ranges(index: Index | None) -> dict[str, list[tuple[int, int, str]]]:
-    """List (start, stop, key) of the tensors in each tensor file, in order of offset."""
-    places: dict[str, list[tuple[int, int, str]]] = {}
-    for tensors in index.components.values() if index is not None else ():
-        for entry in tensors.values():
-            for shard in entry.shards:
-                places.setdefault(shard.file, []).append(
-                    (shard.start, shard.start + shard.nbytes, entry.key)
-                )
-    return {file: sorted(found) for file, found in places.items()}
+def _shards_in(index: Index | None, file: str) -> Sequence[tuple[TensorSpec, ShardEntry]]:
+    """List the shards in a file, each with its tensor, in the order of their bytes."""
+    component = layout.component_of(file)
+    if index is None or component not in index.components:
+        return ()
+    return index.components[component].shards_in(file)
 
 
-def _expected_header(
-    index: Index, component: str, file: str
-) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+def _expected_header(index: Index, file: str) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
     """Compute the expected header of a tensor file, in the form of `parse_header`."""
     expected: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
-    for entry in index.components.get(component, {}).values():
-        for shard in entry.shards:
-            if shard.file == file:
-                shape = entry.shape if shard.sizes is None else tuple(shard.sizes)
-                dtype, shape = in_header(entry.dtype, shape)
-                stop = shard.start + shard.nbytes
-                expected[_name_in_header(entry, shard)] = (dtype, shape, shard.start, stop)
+    for spec, shard in _shards_in(index, file):
+        dtype, shape = in_header(spec.dtype, spec.shape if shard.sizes is None else shard.sizes)
+        stop = shard.start + shard.nbytes
+        expected[_name_in_header(spec, shard)] = (dtype, shape, shard.start, stop)
     return expected
 
 
-def _name_in_header(entry: TensorEntry, shard: ShardEntry) -> str:
-    if shard.offsets is None or shard.sizes is None or shard.sizes == entry.shape:
-        return entry.key
-    return key_of_box(entry.key, shard.offsets, shard.sizes)
+def _name_in_header(spec: TensorSpec, shard: ShardEntry) -> str:
+    if shard.offsets is None or shard.sizes is None or shard.sizes == spec.shape:
+        return spec.key
+    return key_of_box(spec.key, shard.offsets, shard.sizes)

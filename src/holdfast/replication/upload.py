@@ -210,10 +210,11 @@ class Sender:
         """Return a function that maps a file's name to its pieces."""
         if isinstance(listing, Visible):
             return partial(self._pieces_of_sealed, folder, listing.files)
-        index_entry = listing.files[layout.INDEX]
-        data = self._read_file(folder, layout.INDEX, index_entry, listing.block_nbytes)
-        what = f"{self._local.url}/{folder}/{layout.INDEX}"
-        return pieces_of(listing, data, what=what).__getitem__
+
+        def read(name: str) -> bytes:
+            return self._read_file(folder, name, listing.files[name], listing.block_nbytes)
+
+        return pieces_of(listing, read, what=f"{self._local.url}/{folder}").__getitem__
 
     def _pieces_of_sealed(
         self, folder: str, files: Mapping[str, FileEntry], name: str

@@ -139,7 +139,7 @@ class Evidence:
         """Whether an attempt has all files but the manifest; with a file of keys, True."""
         if any(layout.parse_keys(name) is not None for name in names):
             return True  # the keys are put right before the manifest
-        from holdfast.format.index import files_of_index  # takes numpy
+        from holdfast.format.index_parts import files_of_index  # takes numpy
 
         if layout.INDEX not in names:
             return False

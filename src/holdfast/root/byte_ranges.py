@@ -13,7 +13,7 @@ from holdfast.errors import CorruptData, MissingKey
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, list_blocks
 from holdfast.format.envelope import Visible, decode_visible
-from holdfast.format.index import decode_index
+from holdfast.format.index_parts import ReadDocument, open_index
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import (
     MAX_MANIFEST_NBYTES,
@@ -94,12 +94,26 @@ def pieces_of_sealed(
 
 
 def pieces_of(
-    manifest: Manifest, index_data: bytes, *, what: str
+    manifest: Manifest, read: ReadDocument, *, what: str
 ) -> Mapping[str, tuple[FilePiece, ...]]:
-    """Divide every file of a manifest into pieces to check, by its checked `index_data`."""
-    index = decode_index(index_data, files=manifest.files, what=what)
-    own = digest_blocks(index_data, manifest.block_nbytes)
-    digests = {**index.blocks, layout.INDEX: own}
+    """Divide every file of a manifest into pieces to check, by its index.
+
+    `read` returns documents of the index, checked; `what` names the checkpoint's folder.
+    """
+    own: dict[str, bytes] = {}
+
+    def read_and_digest(name: str) -> Buffer:
+        data = read(name)
+        own[name] = digest_blocks(data, manifest.block_nbytes)
+        return data
+
+    index = open_index(
+        read_and_digest(layout.INDEX),
+        read_and_digest,
+        files=manifest.files,
+        what=f"{what}/{layout.INDEX}",
+    )
+    digests = {**index.blocks, **own}
     pieces = {}
     for name, entry in manifest.files.items():
         stored = index.stored.get(name)

@@ -492,6 +492,7 @@ class LeadingSave(_RanksSave):
             files=[file for post in posts for file in post.files],
             trees=trees,
             tables=self._plan.tables([post.written for post in posts]),
+            writers=self._plan.writers,
         )
 
     def _expect_own_names(self, posts: Sequence[_FilesPost]) -> None:

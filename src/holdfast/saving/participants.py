@@ -42,6 +42,8 @@ class Gathered:
     files: Sequence[OwnFile]
     trees: Mapping[str, bytes]
     tables: Mapping[str, TensorTable]
+    writers: Mapping[str, Sequence[int]] | None = None
+    """Number of tensor files of each rank, by component; None: the index is one document."""
 
 
 class SaveParticipant:

@@ -26,6 +26,7 @@ from holdfast.errors import (
 from holdfast.format import blocks, layout
 from holdfast.format.codec import CodecName, Encoding
 from holdfast.format.index import StoredBlocks, TensorTable, encode_index
+from holdfast.format.index_parts import encode_in_parts
 from holdfast.format.manifest import (
     Change,
     ComponentEntry,
@@ -267,6 +268,8 @@ class AttemptFiles:
         """Stored names of the files that other ranks have written."""
         self._tables: Mapping[str, TensorTable] | None = None
         """Where the tensors of all ranks are; None: in the files of this one."""
+        self._writers: Mapping[str, Sequence[int]] | None = None
+        """Files of each rank, by component; None: the index is one document."""
         self._sizes: dict[str, int] = {}
         """Length of each file by plain name, in the order of the manifest."""
         self._codecs: dict[str, CodecName] = {}
@@ -381,10 +384,10 @@ class AttemptFiles:
                 self.of_others.add(file.name)
                 if self._sealed is not None and file.sealed is not None:
                     self._sealed.include(self.attempt.folder, file.name, file.sealed)
-        self._tables = gathered.tables
+        self._tables, self._writers = gathered.tables, gathered.writers
 
-    def index(self) -> bytes:
-        """Encode the checkpoint's index document, which lists tensors and block digests.
+    def encode_index_documents(self) -> dict[str, bytes]:
+        """Encode the checkpoint's index, which lists tensors and block digests: files by name.
 
         In the save thread.
         """
@@ -398,8 +401,13 @@ class AttemptFiles:
                 for component, files in self.staged.files.items()
             }
         else:
-            plans = {name: table.stored_as(self.names) for name, table in self._tables.items()}
-        return encode_index(plans, self.digests, stored=self.stored)
+            plans = tables = {n: table.stored_as(self.names) for n, table in self._tables.items()}
+            if self._writers is not None:
+                lengths = {name: entry.nbytes for name, entry in self.entries.items()}
+                return encode_in_parts(
+                    tables, self.digests, lengths, self._writers, stored=self.stored
+                )
+        return {layout.INDEX: encode_index(plans, self.digests, stored=self.stored)}
 
     @property
     def is_sharded(self) -> bool:
@@ -441,13 +449,14 @@ def _count_frozen(tree: bytes, what: str) -> FrozenEntry | None:
 
 
 def write_index(files: AttemptFiles) -> None:
-    """In the save thread: write the index of all files, and compare their sizes."""
+    """In the save thread: write the index of all files and its parts, and compare the sizes."""
     folder, store = files.attempt.folder, files.tools.store
-    index = files.index()
+    documents = files.encode_index_documents()
     files.progress.enter(SavePhase.WRITING, f"{folder}/{layout.INDEX}")
-    store.put(f"{folder}/{layout.INDEX}", index)
-    digest = blocks.file_digest(len(index), blocks.digest_blocks(index))
-    files.entries[layout.INDEX] = FileEntry(nbytes=len(index), digest=digest)
+    for name, data in documents.items():
+        store.put(f"{folder}/{name}", data)
+        digest = blocks.file_digest(len(data), blocks.digest_blocks(data))
+        files.entries[name] = FileEntry(nbytes=len(data), digest=digest)
     with suppress(StoreError):  # uploads whose reply was lost; gc removes the rest
         store.abort_uploads(folder)
     files.progress.enter(SavePhase.CHECKING, folder)
@@ -481,6 +490,7 @@ def manifest_of(
     """In the save thread: make the manifest of a save whose files and index are written."""
     components = {name: files.make_entry(name, kind) for name, kind in kinds.items()}
     listed = [name for entry in components.values() for name in entry.files]
+    listed += filter(layout.is_index_name, files.entries)
     return Manifest(
         save_id=attempt.save_id,
         label=request.label,
@@ -496,7 +506,7 @@ def manifest_of(
         world_size=world_size,
         components=components,
         block_nbytes=layout.BLOCK_NBYTES,
-        files={name: files.entries[name] for name in (*listed, layout.INDEX)},
+        files={name: files.entries[name] for name in listed},
         numerics=request.numerics,
         environment=request.environment,
         timings=request.timings,

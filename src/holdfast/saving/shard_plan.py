@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 
 from holdfast.errors import RanksFailed, UnsupportedState, name_ranks
+from holdfast.format import index_parts
 from holdfast.format.boxes import key_of_box
-from holdfast.format.index import Places, TensorTable, check_size
+from holdfast.format.index import Places, TensorTable, fits_one_document
 from holdfast.format.layout import number_of_file, tensor_file
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.ranks.coordinator import RankFailure
@@ -390,13 +391,39 @@ class Plan:
             copied=np.packbits(self._plan.copied).tobytes(),
             numbers=self._number_files(table, len(shares)),
         )
-        leaf = self._boxes.leaf[self._plan.row]
-        check_size(
-            [TensorSpec(key, dtype, shape) for _, key, dtype, shape in self._leaves.values()],
-            np.bincount(leaf, minlength=len(self._leaves)).tolist(),
+        self._is_in_parts = self._needs_parts(table)
+
+    def _needs_parts(self, table: LeafTable) -> bool:
+        """Whether the index is in parts; raise `LimitExceeded` if it would be too large."""
+        specs = [TensorSpec(key, dtype, shape) for _, key, dtype, shape in self._leaves.values()]
+        row = self._plan.row
+        leaf = self._boxes.leaf[row]
+        if not index_parts.needs_parts(self.num_files, len(row)) and fits_one_document(
+            specs,
+            np.bincount(leaf, minlength=len(specs)).tolist(),
             nbytes_of_boxes=text_nbytes(table, self._boxes, self._plan),
             files_nbytes=self.nbytes,
+        ):
+            return False
+        index_parts.check_size(
+            specs,
+            leaf,
+            (self._boxes.first[row], self._boxes.last[row]),
+            self._plan.file,
+            num_files=self.num_files,
+            num_of_writer=int(np.bincount(self._boxes.rank[row]).max(initial=0)),
         )
+        return True
+
+    @property
+    def writers(self) -> dict[str, list[int]] | None:
+        """Number of tensor files of each rank, by component; None: the index is one document."""
+        if not self._is_in_parts:
+            return None
+        return {
+            name: [of_rank[number][1] for of_rank in self.assignment.numbers]
+            for number, name in enumerate(self._components)
+        }
 
     @property
     def nbytes(self) -> int:
@@ -504,14 +531,8 @@ class Plan:
             places.start[some],
             places.nbytes[some],
         )
-        ends = zip(self._boxes.first[row].tolist(), self._boxes.last[row].tolist(), strict=True)
-        boxes = [box_at(leaves[n][3], *pair) for n, pair in zip(tensor.tolist(), ends, strict=True)]
-        return TensorTable.of_boxes(
-            specs,
-            own,
-            tensor.astype(np.int64),
-            [box.offsets for box in boxes],
-            [box.sizes for box in boxes],
+        return TensorTable.of_corners(
+            specs, own, tensor.astype(np.int64), self._boxes.first[row], self._boxes.last[row]
         )
 
     def _check_components(self, shares: Sequence[Share]) -> None:
