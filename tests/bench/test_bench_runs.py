@@ -350,9 +350,14 @@ def test_pages_are_painted_and_filtered_and_a_training_goes_on_beside_one(
 @pytest.mark.full
 def test_an_index_of_boxes_is_written_and_read() -> None:
     command = [sys.executable, "-m", "bench.boxes", "--boxes", "3000"]
+    command += ["--ranks", "300", "--of-rank", "10"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert printed.stdout.count("3,000 boxes") == 2
-    assert "peak memory" in printed.stdout
+    one, in_parts = printed.stdout.splitlines()
+    assert "one document, 3,000 boxes" in one
+    assert "in parts, 300 ranks of 10 boxes" in in_parts
+    assert "documents 3.00, rank_documents 2.00" in in_parts
+    assert "peak" in one
+    assert "peak" in in_parts
 
 
 @pytest.mark.full
