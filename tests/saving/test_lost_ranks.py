@@ -19,7 +19,7 @@ from holdfast.control import exits
 from holdfast.encryption.store import sealing
 from holdfast.keys import SecretKey
 from holdfast.maintenance.verify import verify
-from holdfast.ranks.coordinator import Coordinator
+from holdfast.ranks.coordinator import Coordinator, RankFailure
 from holdfast.root.catalog import Catalog
 from holdfast.saving import distributed as together_module
 from holdfast.store.base import BlockWriter, Store
@@ -221,6 +221,33 @@ def expect_agreement(root: Store, scene: Scene) -> None:
             return found.step, manager.save(3).wait().step
 
     assert all_of(on_ranks(2, go_on)) == [(steps[-1], 3)] * 2
+
+
+class Unsure(Breaking):
+    """Coordinator of a rank whose post of its files arrives, although the rank sees an error."""
+
+    @override
+    def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
+        self.inner.post(tag, data, timeout_s=timeout_s)
+        self._meet("post", tag)
+
+    @override
+    def fail(self, tag: str, failure: RankFailure, *, timeout_s: float) -> None:
+        self._meet("post", tag)  # it cannot say so, either
+
+
+def test_a_follower_whose_post_may_have_arrived_waits_for_the_outcome() -> None:
+    """Else it would say that the save failed, and the leader that it committed."""
+    store, ranks = MemoryStore(), ThreadCoordinator.for_ranks(2)
+    unsure = Unsure(ranks[1], "post", "files", "raise")
+
+    def work(member: Member) -> str:
+        with member.manager(store) as manager:
+            return manager.save(1).wait().folder
+
+    leader, follower = all_of(on_ranks([ranks[0], unsure], work))
+    assert unsure.reached.is_set()
+    assert leader == follower
 
 
 class Late(FaultyStore):

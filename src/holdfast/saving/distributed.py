@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from holdfast.errors import (
     DeadlineExceeded,
+    Disconnected,
     FormatError,
     HoldfastError,
     NotShared,
@@ -293,14 +294,17 @@ class _RanksSave(SaveParticipant):
         self._post("values", answer)
 
     def _post(self, part: str, message: msgspec.Struct) -> None:
+        self._expect_time_left(part)
+        data = msgspec.msgpack.encode(message)
+        self._ranks.post(self._tag(part), data, timeout_s=self._left_s())
+
+    def _expect_time_left(self, part: str) -> None:
         if self._left_s() == 0:
             raise DeadlineExceeded(
                 f"{self._tag(part)} (step {self._step}): save_timeout_s="
                 f"{self._together.timeout_s:g} passed on rank {self.rank} while it waited for the "
                 "other ranks. All ranks must call the same saves in the same order"
             )
-        data = msgspec.msgpack.encode(message)
-        self._ranks.post(self._tag(part), data, timeout_s=self._left_s())
 
     def _files_post(
         self, files: Sequence[OwnFile], staged: Staged, trees: Mapping[str, bytes]
@@ -366,7 +370,9 @@ class _RanksSave(SaveParticipant):
     def report_failure(self, error: BaseException, phase: SavePhase | None = None) -> None:
         self._together.known.pop(self._components, None)
         self._together.record_lost_count(error, self._num_loads)
-        failure = RankFailure.from_error(error, phase=phase or self.progress.phase)
+        self._say_failed(RankFailure.from_error(error, phase=phase or self.progress.phase))
+
+    def _say_failed(self, failure: RankFailure) -> None:
         # Ranks that this does not reach learn it at the deadline, from the register.
         with suppress(HoldfastError):
             self._ranks.fail(self._tag(self._said), failure, timeout_s=_FAIL_S)
@@ -755,7 +761,13 @@ class FollowingSave(_RanksSave):
             for name, tree in staged.trees.items()
             if blake3(tree).digest() != self._trees[name]
         }
-        self._post("files", self._files_post(files, staged, differing))
+        message = self._files_post(files, staged, differing)
+        self._expect_time_left("files")
+        try:
+            self._post("files", message)
+        except (DeadlineExceeded, Disconnected) as error:
+            # The post may still arrive, and the leader commit: only the outcome is certain.
+            self._say_failed(RankFailure.from_error(error, phase=self.progress.phase))
 
     def outcome(self, store: Store, attempt: SaveAttempt) -> Manifest:
         """In the save thread: wait for the outcome; a silent leader's is in the register."""
