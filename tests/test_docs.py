@@ -128,7 +128,7 @@ PUBLIC = {
     f"holdfast.{name}"
     for name in (
         *("data", "errors", "events", "interop", "interop.dcp", "keys", "sinks", "testing"),
-        "train",
+        *("testing.cluster", "train"),
         *(
             f"bridges.{name}"
             for name in ("accelerate", "ignite", "lightning", "torchtitan", "transformers")

@@ -5,6 +5,7 @@ A `Watch` follows a long wait: who is late, and whose process has ended. It send
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -118,6 +119,10 @@ class Coordinator(ABC):
         self._numbers = count()
         self._uses: deque[tuple[str, str]] = deque(maxlen=_NUM_KNOWN_USES)
         self._use_lock = Lock()
+
+    def now_s(self) -> float:
+        """Return the monotonic time, in seconds, on which deadlines of saves are measured."""
+        return time.monotonic()
 
     def number(self) -> int:
         """Return 0, 1, 2 and so on, in the same order on all ranks: begins a user's tags."""

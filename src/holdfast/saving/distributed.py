@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -193,7 +192,7 @@ class _RanksSave(SaveParticipant):
         self._name = together.next_name()
         self._turn = together.num_saves
         self._num_loads = together.num_loads
-        self._end = time.monotonic() + together.timeout_s
+        self._end = self._ranks.now_s() + together.timeout_s
         waited_s = together.timeout_s if together.may_wait and not self.leads else 0.0
         self.patience_s = 2 * GRACE_S + waited_s
         self._said = "shares"
@@ -233,10 +232,10 @@ class _RanksSave(SaveParticipant):
                 f"{why}. Since then ranks number their saves differently: call resume() or load() "
                 "on all of them, or restart them"
             )
-        self._end = time.monotonic() + self._together.timeout_s
+        self._end = self._ranks.now_s() + self._together.timeout_s
 
     def _left_s(self) -> float:
-        return max(self._end - time.monotonic(), 0.0)
+        return max(self._end - self._ranks.now_s(), 0.0)
 
     def _make_watch(self, *, begins: bool) -> Watch:
         """Watch a wait for ranks; it `begins` the save if they may not have called it yet."""
@@ -263,7 +262,8 @@ class _RanksSave(SaveParticipant):
                 self._recorded,
                 self._warnings,
             )
-        self._own = OwnShare(captured, self._ranks.rank, socket.gethostname())
+        share_type = self._together.share_type
+        self._own = share_type(captured, self._ranks.rank, socket.gethostname())
         return msgspec.structs.replace(
             self._own.share,
             step=self._step,
@@ -814,9 +814,9 @@ class FollowingSave(_RanksSave):
         )
         if isinstance(note, _WaitNote):
             self._plan_part = _PLAN_AFTER_WAIT
-            self._end = time.monotonic() + 2 * self._together.timeout_s
+            self._end = self._ranks.now_s() + 2 * self._together.timeout_s
             note = self._receive_part(self._plan_part, kind)
-            self._end = time.monotonic() + self._together.timeout_s
+            self._end = self._ranks.now_s() + self._together.timeout_s
         if isinstance(note, _ValuesNote):
             said, self._said = self._said, "values"
             self._post_values(note)
@@ -853,6 +853,7 @@ class FollowingSave(_RanksSave):
 class DistributedSaves:
     """Makes the saves of one manager; keeps what its ranks agreed on in earlier ones."""
 
+    share_type = OwnShare
     num_loads = 0
     _count = 0
     _is_due_known = _is_due = False
