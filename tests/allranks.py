@@ -172,6 +172,11 @@ class Breaking(Coordinator):
         self.inner.announce(tag, data, timeout_s=timeout_s)
 
     @override
+    def announce_each(self, tag: str, messages: Sequence[bytes], *, timeout_s: float) -> None:
+        self._meet("announce", tag)
+        self.inner.announce_each(tag, messages, timeout_s=timeout_s)
+
+    @override
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         self._meet("hear", tag)
         return self.inner.hear(tag, timeout_s=timeout_s, watch=watch)

@@ -154,6 +154,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
             "copy_checkpoints",
             "queue",
             "repair",
+            "upload_thread",
         ),
         ("mirror",),
     ),

@@ -123,4 +123,4 @@ class Switch(MemoryStore):
 
 def without_backoff(monkeypatch: Any) -> None:
     """Have failed uploads tried again at once."""
-    monkeypatch.setattr("holdfast.replication.mirror.BACKOFF_S", 0.001)
+    monkeypatch.setattr("holdfast.replication.upload_thread.BACKOFF_S", 0.001)

@@ -52,7 +52,7 @@ def test_the_last_step_is_local_whatever_the_remote_tier_does(
 ) -> None:
     """And a warning names it; no end waits longer than `close_timeout_s`."""
     needed(name)
-    monkeypatch.setattr("holdfast.replication.mirror._END_S", SHORT_END_S)
+    monkeypatch.setattr("holdfast.replication.upload_thread._END_S", SHORT_END_S)
     local, remote = LocalStore(ram_path), remote_of(kind)
     ends = LIGHTNINGS if name == "lightning" else ENDS
     with monkeypatch.context() as patched, ends[end] as raised:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,11 @@ class Recording(Coordinator):
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
         self.inner.announce(tag, self._carry(tag, data), timeout_s=timeout_s)
+
+    @override
+    def announce_each(self, tag: str, messages: Sequence[bytes], *, timeout_s: float) -> None:
+        carried = [self._carry(tag, data) for data in messages]
+        self.inner.announce_each(tag, carried, timeout_s=timeout_s)
 
     @override
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:

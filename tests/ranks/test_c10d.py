@@ -331,6 +331,9 @@ def test_the_store_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
         assert leader.collect(f"late {number}", timeout_s=0.0).silent == [0, 1]
         follower.post(f"late {number}", b"", timeout_s=PATIENCE_S)
         leader.announce(f"unheard {number}", b"", timeout_s=PATIENCE_S)
+        leader.announce_each(f"unheard of {number}", [b"", b"plan"], timeout_s=PATIENCE_S)
+        leader.announce_each(f"each {number}", [b"", b"plan"], timeout_s=PATIENCE_S)
+        assert follower.hear(f"each {number}", timeout_s=PATIENCE_S) == b"plan"
         follower.fail(f"failed {number}", RankFailure("write", "why"), timeout_s=PATIENCE_S)
         assert leader.collect(f"failed {number}", timeout_s=PATIENCE_S).silent == [0]
         follower.post(f"unread {number}", b"", timeout_s=PATIENCE_S)

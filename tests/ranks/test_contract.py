@@ -6,10 +6,12 @@ import os
 import secrets
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from holdfast.errors import DeadlineExceeded, RanksFailed, RanksSilent, UsageError
+from holdfast.encryption.messages import EncryptedRanks
+from holdfast.errors import DeadlineExceeded, RanksError, RanksFailed, RanksSilent, UsageError
 from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, RankFailure
 from ranks.together import BRIEF_S, PATIENCE_S, coordinators, in_thread, together
 
@@ -152,6 +154,30 @@ def test_a_follower_hears_late_what_was_announced_before(ranks: Ranks, tag: str)
 
 
 @several_ranks
+@pytest.mark.parametrize("length", [0, 100, 2**18 + 1])
+def test_each_rank_hears_a_message_of_its_own(ranks: Ranks, length: int, tag: str) -> None:
+    own = [b"%d " % rank + b"x" * length for rank in range(len(ranks))]
+
+    def hear(rank: Coordinator) -> bytes:
+        if rank.is_leader:
+            rank.announce_each(tag, own, timeout_s=PATIENCE_S)
+            return own[LEADER]
+        return rank.hear(tag, timeout_s=PATIENCE_S)
+
+    assert together(ranks, hear) == own
+
+
+def test_a_message_for_one_rank_is_refused_by_another() -> None:
+    """The store could give it to the wrong rank."""
+    leader, *_, swapped = coordinators("encrypted", 3, Path())
+    assert isinstance(swapped, EncryptedRanks)
+    leader.announce_each("plan", [b"", b"first", b"second"], timeout_s=PATIENCE_S)
+    swapped._inner.rank = 1
+    with pytest.raises(RanksError, match="has not encrypted"):
+        swapped.hear("plan", timeout_s=PATIENCE_S)
+
+
+@several_ranks
 def test_only_the_leader_collects_and_announces_and_only_followers_hear(
     ranks: Ranks, tag: str
 ) -> None:
@@ -159,6 +185,8 @@ def test_only_the_leader_collects_and_announces_and_only_followers_hear(
         ranks[1].collect(tag, timeout_s=PATIENCE_S)
     with pytest.raises(UsageError, match="rank 1 is a follower"):
         ranks[1].announce(tag, b"", timeout_s=PATIENCE_S)
+    with pytest.raises(UsageError, match="rank 1 is a follower"):
+        ranks[1].announce_each(tag, [], timeout_s=PATIENCE_S)
 
 
 @any_ranks

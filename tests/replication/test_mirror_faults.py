@@ -306,7 +306,7 @@ def test_a_call_that_comes_back_after_close_begins_nothing_more(
     local: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Invariant 9: the thread that sends ends then, and does not wait for pieces nobody sends."""
-    monkeypatch.setattr("holdfast.replication.mirror._END_S", 0.1)
+    monkeypatch.setattr("holdfast.replication.upload_thread._END_S", 0.1)
     tiny, noted, remote = Tiny(LARGE), Noted(), MemoryStore("remote")
     slow = Fault(kind="hang", op="create")
     before = {*threading.enumerate()}

@@ -65,7 +65,7 @@ def test_the_last_step_is_local_whatever_the_remote_tier_does(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And a warning names the steps that are not uploaded, and how to upload them later."""
-    monkeypatch.setattr("holdfast.replication.mirror._END_S", SHORT_END_S)
+    monkeypatch.setattr("holdfast.replication.upload_thread._END_S", SHORT_END_S)
     local, remote = LocalStore(ram_path), remote_of(kind)
     with ENDS[end]:
         LOOPS[loop](Tiered(local, remote, close_timeout_s=SHORT_END_S), end)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Sequence
 from threading import Lock
 from typing import Literal
 
@@ -123,6 +124,15 @@ class EncryptedRanks(Coordinator):
         self._inner.announce(tag, self._sealed(self._way, self.rank, tag, data), timeout_s=left_s)
 
     @override
+    def announce_each(self, tag: str, messages: Sequence[bytes], *, timeout_s: float) -> None:
+        left_s = self._share_key(timeout_s)
+        encrypted_messages = [
+            self._sealed(self._way, self.rank, _tag_to_rank(tag, rank), data)
+            for rank, data in enumerate(messages)
+        ]
+        self._inner.announce_each(tag, encrypted_messages, timeout_s=left_s)
+
+    @override
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         try:
             left_s = self._share_key(timeout_s, watch)
@@ -137,7 +147,7 @@ class EncryptedRanks(Coordinator):
             failure = self._failure("announcement", LEADER, tag, said)
             raise RanksFailed(tag, {LEADER: failure}) from None
         try:
-            return self._decrypt_message("announcement", LEADER, tag, data)
+            return self._decrypt_announcement(tag, data)
         except Tampered as error:
             raise RanksError(f"{tag}: the leader has not encrypted this message") from error
 
@@ -214,6 +224,14 @@ class EncryptedRanks(Coordinator):
         salt, sealed = message[:SECRET_NBYTES], message[SECRET_NBYTES:]
         return self._cipher(salt).decrypt(sealed, _make_context(way, rank, tag), what=tag)
 
+    def _decrypt_announcement(self, tag: str, message: bytes) -> bytes:
+        """Decrypt an announcement for all followers, or for this one."""
+        try:
+            return self._decrypt_message("announcement", LEADER, tag, message)
+        except Tampered:
+            own = _tag_to_rank(tag, self.rank)
+            return self._decrypt_message("announcement", LEADER, own, message)
+
     def _failure(self, way: _Way, rank: int, tag: str, said: RankFailure) -> RankFailure:
         """Decrypt why a rank failed; a rank without the key has sent the reason in clear."""
         if said.phase == _OPENING:
@@ -227,6 +245,11 @@ class EncryptedRanks(Coordinator):
         except (Tampered, ValueError):
             return RankFailure("telling why it failed", _NOT_ENCRYPTED)
         return decode_message(data, RankFailure, tag)
+
+
+def _tag_to_rank(tag: str, rank: int) -> str:
+    """Return the tag that is authenticated with a message for one rank: no other takes it."""
+    return f"{tag}, to rank {rank}"
 
 
 def _make_context(way: _Way, rank: int, tag: str) -> bytes:

@@ -24,7 +24,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -78,10 +78,11 @@ from holdfast.ranks.messages import (
     GroupStore,
     RankHeartbeat,
     Silences,
-    delete_message,
-    get,
+    delete_announcement,
+    get_announcement,
     has,
     take_present,
+    write_each,
     write_message,
 )
 
@@ -274,6 +275,14 @@ class C10d(Coordinator):
         self._within(timeout_s, partial(self._put_announcement, tag, data))
 
     @override
+    def announce_each(self, tag: str, messages: Sequence[bytes], *, timeout_s: float) -> None:
+        self.expect_leader()
+        self.check_tag_unused("announce", tag)
+        of_followers = dict(enumerate(messages))
+        del of_followers[LEADER]
+        self._within(timeout_s, partial(self._put_each, tag, of_followers))
+
+    @override
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         self.expect_follower()
         hear = partial(self._receive_announcement, tag, time.monotonic() + timeout_s, watch)
@@ -305,6 +314,10 @@ class C10d(Coordinator):
         write_message(self._store, _announcement_name(tag), said)
         self._retire(tag, 0)
 
+    def _put_each(self, tag: str, messages: Mapping[int, bytes]) -> None:
+        write_each(self._store, _announcement_name(tag), messages)
+        self._retire(tag, 0)
+
     def _receive_announcement(
         self, tag: str, end: float, watch: Watch | None
     ) -> bytes | RankFailure:
@@ -323,7 +336,7 @@ class C10d(Coordinator):
             watch.tell_silent(waited_s, self._describe_ranks(silent))
 
         self._await(lambda: has(self._store, name), end, None if watch is None else look)
-        return get(self._store, name)
+        return get_announcement(self._store, name, self.rank)
 
     def _collect_posts(self, tag: str, end: float, watch: Watch | None) -> Collected:
         def lacking(ranks: Iterable[int]) -> list[int]:
@@ -636,7 +649,7 @@ def _delete_round(store: GroupStore, tag: str, one: _Round, world_size: int) -> 
     store.delete_key(_count_key(tag))
     store.delete_key(_over_key(tag))
     with suppress(FormatError):  # no message, and none of this round
-        delete_message(store, _announcement_name(tag))
+        delete_announcement(store, _announcement_name(tag), world_size)
         if are_left:
             _take_posts(store, tag, world_size)
 

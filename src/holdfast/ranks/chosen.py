@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal
 
@@ -98,6 +99,11 @@ class SingleProcess(Coordinator):
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
         """No-op but for the check of the tag: there are no followers."""
+        self.check_tag_unused("announce", tag)
+
+    @override
+    def announce_each(self, tag: str, messages: Sequence[bytes], *, timeout_s: float) -> None:
+        """No-op but for the check of the tag, like `announce`."""
         self.check_tag_unused("announce", tag)
 
     @override

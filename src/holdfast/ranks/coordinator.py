@@ -97,8 +97,9 @@ class Coordinator(ABC):
     """Way for the ranks of a run to agree, one object in each rank.
 
     They meet in *rounds*. In a round every rank, the leader too, posts one message to the leader,
-    or says that it failed; the leader collects, and announces one message to the followers. Either
-    half may be left out. Several rounds may be under way at a time, in several threads.
+    or says that it failed; the leader collects, and announces one message to the followers, or one
+    to each. Either half may be left out. Several rounds may be under way at a time, in several
+    threads.
 
     A round has a `tag`, the same in all ranks, which is used once: a rank that posts, collects or
     announces under one of its last tags again gets a `UsageError`. Users of one coordinator begin
@@ -151,6 +152,13 @@ class Coordinator(ABC):
     @abstractmethod
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
         """Send the leader's message to all followers, or raise `DeadlineExceeded`."""
+
+    @abstractmethod
+    def announce_each(self, tag: str, messages: Sequence[bytes], *, timeout_s: float) -> None:
+        """Send each follower a message of its own, by rank, which it hears as an announcement.
+
+        That of the leader is not sent. Raises `DeadlineExceeded`.
+        """
 
     @abstractmethod
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:

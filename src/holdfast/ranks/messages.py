@@ -44,6 +44,9 @@ class GroupStore(Protocol):
     def get(self, key: str, /) -> bytes:
         """Wait for a key, and return its value."""
 
+    def multi_set(self, keys: list[str], values: list[bytes], /) -> None:
+        """Send several values; returns before they have arrived."""
+
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         """Wait for keys, and return their values."""
 
@@ -66,10 +69,30 @@ def write_message(store: GroupStore, name: str, said: bytes | RankFailure) -> No
     for number, piece in enumerate(pieces[1:], 1):
         store.set(_make_key(name, number), piece)
     # The first piece comes last: whoever sees it finds the others.
-    head = _Head(num_more=len(pieces) - 1, failure=failure, data=pieces[0])
+    _write_head(store, name, _Head(num_more=len(pieces) - 1, failure=failure, data=pieces[0]))
+
+
+def _write_head(store: GroupStore, name: str, head: _Head) -> None:
     store.set(_make_key(name), msgspec.msgpack.encode(head))
     # A `set` is not acknowledged: it succeeds when the server is dead. The reply of a `check` is.
     store.check([_make_key(name)])
+
+
+def write_each(store: GroupStore, name: str, messages: Mapping[int, bytes]) -> None:
+    """Write a message for each of some ranks; returns when the store has them."""
+    short: list[tuple[str, bytes]] = []
+    for rank, data in messages.items():
+        if len(data) > PIECE_NBYTES:
+            write_message(store, _name_of_rank(name, rank), data)
+        else:
+            head = _Head(num_more=0, failure=None, data=data)
+            key = _make_key(_name_of_rank(name, rank))
+            short.append((key, msgspec.msgpack.encode(head)))
+    for start in range(0, len(short), MAX_NUM_KEYS):
+        some = short[start : start + MAX_NUM_KEYS]
+        store.multi_set([key for key, _ in some], [head for _, head in some])
+    # Last, and with a reply: a rank that sees it finds its own.
+    _write_head(store, name, _Head(num_more=0, failure=None, data=b"", is_each=True))
 
 
 def has(store: GroupStore, name: str) -> bool:
@@ -77,9 +100,19 @@ def has(store: GroupStore, name: str) -> bool:
     return store.check([_make_key(name)])
 
 
-def get(store: GroupStore, name: str) -> bytes | RankFailure:
-    """Read a message that has come, or raise `FormatError`."""
-    return _assemble_message(store, name, store.get(_make_key(name)))
+def get_announcement(store: GroupStore, name: str, rank: int) -> bytes | RankFailure:
+    """Read an announcement that has come, for all or for this rank, or raise `FormatError`.
+
+    One for this rank is deleted.
+    """
+    head = store.get(_make_key(name))
+    if not _decode(name, head).is_each:
+        return _assemble_message(store, name, head)
+    own = _name_of_rank(name, rank)
+    found = take_present(store, [own])
+    if own not in found:
+        raise Disconnected(f"{name}: this rank came too late, and the leader has deleted it")
+    return found[own]
 
 
 def take_present(store: GroupStore, names: Sequence[str]) -> dict[str, bytes | RankFailure]:
@@ -94,10 +127,14 @@ def take_present(store: GroupStore, names: Sequence[str]) -> dict[str, bytes | R
     return found
 
 
-def delete_message(store: GroupStore, name: str) -> None:
-    """Delete a message, if it has come."""
-    if has(store, name):
-        _delete_pieces(store, name, store.get(_make_key(name)))
+def delete_announcement(store: GroupStore, name: str, world_size: int) -> None:
+    """Delete an announcement, if it has come, and what ranks have not read of it."""
+    if not has(store, name):
+        return
+    head = store.get(_make_key(name))
+    if _decode(name, head).is_each:
+        take_present(store, [_name_of_rank(name, rank) for rank in range(1, world_size)])
+    _delete_pieces(store, name, head)
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +143,8 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
     num_more: Annotated[int, Meta(ge=0, lt=MAX_NUM_PIECES)]
     failure: RankFailure | None
     data: bytes
+    is_each: bool = False
+    """Whether each rank has a message of its own in place of this one."""
 
 
 def _present(store: GroupStore, names: Sequence[str]) -> Sequence[str]:
@@ -130,6 +169,10 @@ def _decode(name: str, head: bytes) -> _Head:
         return msgspec.msgpack.decode(head, type=_Head)
     except msgspec.DecodeError as error:
         raise FormatError(f"{name}: not a message of a rank: {error}") from error
+
+
+def _name_of_rank(name: str, rank: int) -> str:
+    return f"{name}/of {rank}"
 
 
 def _make_key(name: str, number: int = 0) -> str:

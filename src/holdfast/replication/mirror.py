@@ -8,14 +8,9 @@ of checkpoints that are not uploaded yet.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum, auto
 
 from typing_extensions import override
 
@@ -29,7 +24,6 @@ from holdfast.errors import (
     NotSealed,
     OutcomeUnknown,
     OwnershipError,
-    UploadFailed,
     is_damage,
     time_limit,
 )
@@ -44,12 +38,13 @@ from holdfast.ownership.annotations import copy_marks, copy_metrics
 from holdfast.ownership.claim import Choice, Claim, expect_claim, is_closed, nothing_arrives
 from holdfast.ownership.owner import Following, Ownership
 from holdfast.ownership.tiered import TieredOwnership
-from holdfast.ownership.tiered_catalog import TieredCatalog, remote_emitter
+from holdfast.ownership.tiered_catalog import TieredCatalog
 from holdfast.ownership.tiered_options import Tiered, TieredOptions, TierRules
 from holdfast.policy.rule import Candidate
 from holdfast.replication.queue import UploadQueue
 from holdfast.replication.repair import mend
-from holdfast.replication.upload import Cost, Sender, UploadInterrupted
+from holdfast.replication.upload import Cost, UploadInterrupted
+from holdfast.replication.upload_thread import LOOK_S, UploadThread
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import (
     check_ownership,
@@ -59,44 +54,11 @@ from holdfast.root.commit import (
     sync_checkpoint,
 )
 from holdfast.root.history_writer import copy_segments, list_merged, list_segments
-from holdfast.threads.workers import Background
 
-BACKOFF_S = 1.0
-"""Pause after a first failure; it doubles with each further failure."""
-BACKOFF_MAX_S = 60.0
-_RANDOM = random.Random()  # not the module's generator, which is part of the run's state
 _NOTE_EVERY_S = 2.0
-_BLOCK_TIMEOUT_S = 600.0
-_LOOK_S = 1.0
-"""Pause between two looks whether a wait is to be given up, in seconds."""
-_END_S = 5.0
-"""How long `close` waits, beyond its deadline, for blocks in flight, in seconds."""
 
 
-class _Turn(Enum):
-    """State of the upload thread."""
-
-    RESTS = auto()
-    WORKS = auto()
-    AGAIN = auto()
-    """Another round is due: something has changed since the present one began."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Failures:
-    """Upload failures since the run was claimed; guarded by the lock of the queue."""
-
-    count: int = 0
-    last: UploadFailed | None = None
-    """Failure that callers must see; None: none, or a later upload has succeeded."""
-    is_refusal: bool = False
-    """Whether `last` stays, also after later uploads succeed."""
-    lost: OwnershipError | None = None
-    """Why uploads have stopped: another process owns the run."""
-    is_lost_told: bool = False
-
-
-class Mirror(UploadQueries):
+class Mirror(UploadThread):
     """Uploads to the remote tier, and runs retention there, in its own thread."""
 
     def __init__(
@@ -113,15 +75,11 @@ class Mirror(UploadQueries):
         the longest that callers wait."""
         self._owner = owner
         self._catalog = owner.catalog
-        self._local, self._remote = self._catalog.store, self._catalog.remote.store
-        self._options = options
-        self._emit = emit
-        self._emit_remote = remote_emitter(emit, self._remote.url)
-        self._timeout_s = timeout_s
-        self._queue = UploadQueue(
-            self._local, self._remote.url, rules.remote, emit, owner, replaces=replaces
+        local, remote = self._catalog.store, self._catalog.remote.store
+        self._queue = UploadQueue(local, remote.url, rules.remote, emit, owner, replaces=replaces)
+        super().__init__(
+            local, remote, options, emit, changed=self._queue.changed, timeout_s=timeout_s
         )
-        self._changed = self._queue.changed
         deleter = Deleter(
             self._local, rules.local, emit, replaces=replaces, is_sent_to=False, waiting=self._queue
         )
@@ -134,17 +92,6 @@ class Mirror(UploadQueries):
             waiting=self,
         )
         self._remote_chores = Housekeeper(owner.remote, deleter)
-        self._sender = Sender(
-            self._local,
-            self._remote,
-            num_threads=options.threads,
-            timeout_s=_BLOCK_TIMEOUT_S,
-            reads_back=options.reads_back,
-        )
-        self._background = Background("holdfast-mirror")
-        self._background.ask_to_stop()  # ends the present round, and lets no other begin
-        self._turn = _Turn.RESTS
-        self._job: Future[None] | None = None
         self._segments: set[str] | None = None
         """Segments of the history that the local tier had; None: those of the remote tier were not
         copied there yet, after the claim."""
@@ -152,16 +99,16 @@ class Mirror(UploadQueries):
         """Whether the next round repairs damaged checkpoints of the local tier."""
         self._clear_cached_facts()
 
+    @override
     def _clear_cached_facts(self) -> None:
-        """Discard cached facts about both tiers, since other processes may change them."""
         self._queue.clear()
+        self._segments = None
         self._is_behind = True
         """Whether the queue was never empty since the claim, so that local retention is due."""
         self._may_release = False
         """Whether the load after the claim has ended, so that it reads no local copy any more."""
         self._begun: set[str] = set()
         """Folders that may have uncommitted files in the remote tier."""
-        self._failures = _Failures()
 
     # Called by the threads that train and save
 
@@ -202,72 +149,11 @@ class Mirror(UploadQueries):
                 if not has_told:
                     has_told = True
                     waits()
-                self._changed.wait(min(left_s, _LOOK_S))
+                self._changed.wait(min(left_s, LOOK_S))
 
     @override
-    def raise_failure(self) -> None:
-        failures = self._failures
-        if failures.lost is not None:
-            failures.is_lost_told = True
-            raise failures.lost
-        failure = failures.last
-        if failure is not None and self._options.on_upload_failure == "raise":
-            failures.last, failures.is_refusal = None, False
-            raise failure
-
-    @override
-    def wait_for_uploads(self, timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
-        with self._locked(timeout_s):
-            if not self._changed.wait_for(self._is_settled, max(end - time.monotonic(), 0)):
-                raise DeadlineExceeded(
-                    f"{self._remote.url}: not all was sent after {time_limit(timeout_s)}: "
-                    f"{self._queue}"
-                ) from self._failures.last
-            job = self._job
-        if job is not None and job.done():
-            job.result()
-
-    @contextmanager
-    def _locked(self, timeout_s: float) -> Iterator[None]:
-        """Hold the queue's lock, or raise `DeadlineExceeded` if it is held during slow I/O."""
-        if not self._changed.acquire(timeout=timeout_s):
-            raise DeadlineExceeded(
-                f"{self._local.url}: the queue of uploads is still being read after "
-                f"{time_limit(timeout_s)}; its storage or key service hangs"
-            )
-        try:
-            yield
-        finally:
-            self._changed.release()
-
-    def _is_resting(self) -> bool:
-        return self._turn is _Turn.RESTS
-
-    def _is_settled(self) -> bool:
-        failure = self._failures.last
-        must_raise = failure is not None and self._options.on_upload_failure == "raise"
-        return self._is_resting() or must_raise
-
-    @override
-    def finish_uploads(self, timeout_s: float) -> None:
-        limit_s = min(timeout_s, self._options.close_timeout_s)
-        end = time.monotonic() + limit_s
-        try:
-            try:
-                with self._locked(limit_s + _END_S):
-                    self._changed.wait_for(self._is_resting, max(end - time.monotonic(), 0))
-            finally:
-                self.pause(_END_S)
-        except DeadlineExceeded as error:
-            self._emit("housekeeping_failed", str(error), tier="remote")
-        self._sender.background.stop_jobs()
-        self._background.stop_jobs()
-        failures = self._failures
-        if failures.lost is not None and not failures.is_lost_told:
-            raise failures.lost
-        if self._queue.folders:
-            self._report_unsent()
+    def _describe_queue(self) -> str:
+        return str(self._queue) if self._queue.folders else ""
 
     @override
     def unsent(self) -> str:
@@ -279,34 +165,15 @@ class Mirror(UploadQueries):
             f"`holdfast uploads {self._local.url}` lists what is missing"
         )
 
-    def _report_unsent(self) -> None:
-        text = self.unsent()
-        self._emit("upload_failed", text, tier="remote", waiting=len(self._queue.folders))
-        if self._options.on_upload_failure == "raise":
-            raise UploadFailed(text) from self._failures.last
-
     # The thread
 
-    def go_on(self) -> None:
-        """Drop cached state of both tiers and start uploading; called after each claim."""
-        self._clear_cached_facts()
-        self._segments = None
-        self._sender.background.start()  # an exiting interpreter cannot start threads
-        self._sender.background.proceed()
-        self._background.proceed()
-        self._wake()
-
+    @override
     def pause(self, timeout_s: float | None = None) -> None:
-        """Stop uploading; `DeadlineExceeded` if a request hangs, so that the round does not end."""
-        self._background.ask_to_stop()
-        self._sender.background.ask_to_stop()
-        jobs = [] if self._job is None else [self._job]
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        if not self._background.stop(jobs, timeout_s=limit_s):
+        try:
+            super().pause(timeout_s)
+        except DeadlineExceeded:
             self._owner.remote.is_clean = False
-            raise DeadlineExceeded(
-                f"{self._remote.url}: an upload does not end after {time_limit(limit_s)}"
-            )
+            raise
         if not self._queue.is_sure or any(map(self._is_ours, self._queue.waiting)):
             # A later upload commits in this epoch, so the epoch must not be recorded as ended.
             self._owner.remote.is_clean = False
@@ -315,56 +182,8 @@ class Mirror(UploadQueries):
         claim = self._owner.claim
         return claim is not None and entry.name.epoch == claim.epoch
 
-    @property
-    def _may_work(self) -> bool:
-        return not self._background.is_stopping and self._failures.lost is None
-
-    def _wake(self) -> None:
-        with self._changed:
-            if self._turn is _Turn.RESTS and self._may_work:
-                self._job = self._background.submit(self._work)
-                self._turn = _Turn.AGAIN
-            elif self._turn is _Turn.WORKS:
-                self._turn = _Turn.AGAIN
-
-    def _work(self) -> None:
-        try:
-            while self._has_work():
-                self._run_round()
-        except BaseException:
-            self._rest()
-            raise
-
-    def _has_work(self) -> bool:
-        with self._changed:
-            if self._turn is not _Turn.AGAIN or not self._may_work:
-                self._rest()
-                return False
-            self._turn = _Turn.WORKS
-            return True
-
-    def _rest(self) -> None:
-        with self._changed:
-            self._turn = _Turn.RESTS
-            self._changed.notify_all()
-
-    # A round
-
-    def _run_round(self) -> None:
-        """Run a round of uploads and upkeep; log its errors, and request another to retry."""
-        try:
-            self._upload_and_tidy()
-        except UploadInterrupted:
-            # The run is being claimed, or the process closes. The interrupted upload is recorded as
-            # waiting (see `_upload_entry`), and its uploaded parts stay: the next claim continues
-            # it, in whatever process.
-            pass
-        except OwnershipError as error:
-            self._lose(error)
-        except Exception as error:  # noqa: BLE001 - it is logged and retried
-            self._handle_upload_failure(error, None)
-
-    def _upload_and_tidy(self) -> None:
+    @override
+    def _run_uploads(self) -> None:
         """Upload waiting checkpoints, remove partial uploads, and repair local checkpoints."""
         background = self._background
         if not self._queue.has_seen:
@@ -496,7 +315,8 @@ class Mirror(UploadQueries):
             self._queue.give_up(folder)
             self._finish_upload(entry)
         except (CommitConflict, FormatError, NotSealed) as error:
-            self._give_up_upload(entry, error)
+            self._queue.skip_upload(entry)
+            self._refuse_upload(entry, error)
         except (UploadInterrupted, OwnershipError):
             self._queue.record_upload_state(entry, "waiting")
             raise
@@ -542,11 +362,7 @@ class Mirror(UploadQueries):
     def _finish_upload(self, entry: Entry) -> None:
         """Record that an upload is over: committed, or given up."""
         self._begun.discard(entry.folder)
-        with self._changed:
-            self._failures.count = 0
-            if not self._failures.is_refusal:
-                self._failures.last = None
-            self._changed.notify_all()
+        self._count_success()
 
     def _follow_up(self, entry: Entry, cost: Cost, *, retries: int) -> None:
         """Log a finished upload and run retention in both tiers; failures do not undo it."""
@@ -651,51 +467,13 @@ class Mirror(UploadQueries):
 
     # Failures
 
+    @override
     def _handle_upload_failure(self, error: BaseException, entry: Entry | None) -> None:
-        """Log an upload failure, pause, and request a retry."""
         if isinstance(error, OutcomeUnknown | DeadlineExceeded):
             self._owner.remote.is_clean = False
-        self._failures.count += 1
-        pause_s = min(BACKOFF_S * 2 ** min(self._failures.count - 1, 10), BACKOFF_MAX_S)
-        pause_s *= _RANDOM.uniform(0.5, 1.0)  # many machines must not retry at once
-        what = "the remote tier" if entry is None else entry.folder
-        text = f"{what}: {error}" if isinstance(error, HoldfastError) else f"{what}: {error!r}"
-        if self._failures.count >= self._options.tries:
-            self._remember(text, error)
-        self._emit_remote(
-            "upload_failed",
-            f"{text}; tried again in {pause_s:.0f} s",
-            step=None if entry is None else entry.step,
-            tries=self._failures.count,
-            retry_in_s=pause_s,
-        )
-        self._record_failure(entry, text, "failed")
-        self._wake()
-        self._background.sleep(pause_s)
+        super()._handle_upload_failure(error, entry)
 
-    def _give_up_upload(self, entry: Entry, error: HoldfastError) -> None:
-        """Give up a checkpoint that can never be uploaded; keep the local copy for the user."""
-        self._queue.skip_upload(entry)
-        text = f"{entry.folder} cannot be sent: {error}"
-        self._remember(text, error)
-        self._failures.is_refusal = True
-        self._emit_remote("upload_failed", text, step=entry.step, folder=entry.folder)
-        self._record_failure(entry, str(error), "refused")
-
-    def _remember(self, text: str, error: BaseException) -> None:
-        failure = UploadFailed(f"{self._remote.url}: {text}. The checkpoint is in the local tier")
-        failure.__cause__ = error
-        with self._changed:
-            self._failures.last = failure
-            self._changed.notify_all()
-
-    def _lose(self, error: OwnershipError) -> None:
-        """Log that another process owns the run, and stop uploading."""
-        with self._changed:
-            self._failures.lost = error
-            self._changed.notify_all()
-        self._emit_remote("upload_failed", f"nothing is sent any more: {error}")
-
+    @override
     def _record_failure(self, entry: Entry | None, text: str, state: UploadState) -> None:
         if entry is not None:
             self._queue.record_upload_state(entry, state, error=text)

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from threading import Condition
+from typing import TypeAlias
 
 from typing_extensions import override
 
@@ -20,6 +21,9 @@ from holdfast.ranks.coordinator import (
     Watch,
     describe_rank,
 )
+
+_Announced: TypeAlias = bytes | list[bytes] | RankFailure
+"""Announcement of a round: a message for all followers, one for each rank, or a failure."""
 
 
 class ThreadCoordinator(Coordinator):
@@ -71,6 +75,12 @@ class ThreadCoordinator(Coordinator):
         self._board.put_announcement(tag, data)
 
     @override
+    def announce_each(self, tag: str, messages: Sequence[bytes], *, timeout_s: float) -> None:
+        self.expect_leader()
+        self.check_tag_unused("announce", tag)
+        self._board.put_announcement(tag, [*messages])
+
+    @override
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         self.expect_follower()
         said = self._board.read_announcement(tag, timeout_s, watch)
@@ -78,7 +88,7 @@ class ThreadCoordinator(Coordinator):
             raise RanksSilent(tag, [LEADER])
         if isinstance(said, RankFailure):
             raise RanksFailed(tag, {LEADER: said})
-        return said
+        return said if isinstance(said, bytes) else said[self.rank]
 
     @override
     def exchange(self, *, timeout_s: float) -> Exchange:
@@ -127,7 +137,7 @@ class _Board:
         self._posts: defaultdict[str, dict[int, bytes | RankFailure]] = defaultdict(dict)
         self._begun: set[str] = set()
         """Rounds in which the leader has posted."""
-        self._announced: dict[str, bytes | RankFailure] = {}
+        self._announced: dict[str, _Announced] = {}
 
     def send(self, rank: int, peer: int, data: bytes) -> None:
         with self._changed:
@@ -181,14 +191,14 @@ class _Board:
                 watch.warn_of_late_ranks(waited_s, late())
                 next_s = min(timeout_s, watch.next_s)
 
-    def put_announcement(self, tag: str, said: bytes | RankFailure) -> None:
+    def put_announcement(self, tag: str, said: _Announced) -> None:
         with self._changed:
             self._announced[tag] = said
             self._changed.notify_all()
 
     def read_announcement(
         self, tag: str, timeout_s: float, watch: Watch | None
-    ) -> bytes | RankFailure | None:
+    ) -> _Announced | None:
         def late() -> dict[int, str]:
             begins = None if watch is None else watch.begins
             return (
