@@ -6,7 +6,7 @@ import math
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import TypeAlias
@@ -284,6 +284,14 @@ class VirtualCoordinator(Coordinator):
         self._expect_sent(self._announce_all(tag, data), tag, timeout_s)
 
     @override
+    def announce_each(self, tag: str, messages: Sequence[bytes], *, timeout_s: float) -> None:
+        self.expect_leader()
+        self.check_tag_unused("announce", tag)
+        self._process.begin_operation(f"announces {tag!r} to each")
+        sent = [self._network.announce(tag, rank, messages[rank]) for rank in self._followers]
+        self._expect_sent(any(sent) or not sent, tag, timeout_s)
+
+    @override
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         self.expect_follower()
         self._process.begin_operation(f"hears {tag!r}")
@@ -295,8 +303,12 @@ class VirtualCoordinator(Coordinator):
         return said
 
     def _announce_all(self, tag: str, said: bytes | RankFailure) -> bool:
-        sent = [self._network.announce(tag, rank, said) for rank in range(1, self.world_size)]
+        sent = [self._network.announce(tag, rank, said) for rank in self._followers]
         return any(sent) or not sent
+
+    @property
+    def _followers(self) -> range:
+        return range(1, self.world_size)
 
     def _expect_sent(self, is_sent: bool, tag: str, timeout_s: float) -> None:
         """Raise, in half of the cases, for a message that does not arrive in time."""
