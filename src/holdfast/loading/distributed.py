@@ -143,6 +143,7 @@ class _RanksApplying(CheckpointApplier):
         self._manager = ranks.number()
         self._num_loads = 0
         self._call = _Call("load", {})
+        self._is_applying = False
         self._has_begun = False
         """Whether `apply` was reached in this load."""
         self._num_messages = 0
@@ -177,6 +178,7 @@ class _RanksApplying(CheckpointApplier):
         self._call = _Call(method, dict(arguments))
         self._num_loads += 1
         self._num_messages = 0
+        self._is_applying = False
         self._has_begun = False
         self._exchange_end = 0.0
         try:
@@ -220,7 +222,20 @@ class _RanksApplying(CheckpointApplier):
     def _make_watch(self) -> Watch:
         """Watch a wait for ranks, of which some may not have called it before message 1."""
         begins = self._tag_of(0) if self._num_messages < 2 else None
-        return Watch(partial(self._emit, "warning"), f"{self._call.method}()", begins)
+        phase = (
+            "reading" if self._num_messages > (not self._ranks.is_leader) else "beginning the load"
+        )
+        return Watch(
+            partial(self._emit, "warning"),
+            f"{self._call.method}()",
+            begins,
+            phase="applying" if self._is_applying else phase,
+        )
+
+    @override
+    def _apply_candidate(self, candidate: LoadCandidate) -> None:
+        self._is_applying = True
+        super()._apply_candidate(candidate)
 
     def _post(self, said: _Answer | _Needs | _Call) -> None:
         data = msgspec.msgpack.encode(said)
