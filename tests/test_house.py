@@ -79,9 +79,9 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 108_500, _SMALLER, reason="runs of thousands of ranks, tiers of hosts"),
+    Limit("lines of src", 109_500, _SMALLER, reason="runs of thousands of ranks, tiers of hosts"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 62_150, _SMALLER, reason="parts of an index, tiers of hosts"),
+    Limit("lines of the core", 63_000, _SMALLER, reason="parts of an index, tiers of hosts"),
     Limit(
         "modules",
         407,
@@ -184,7 +184,7 @@ RUNS = (
     ),
     Limit(
         "resume: lines run",
-        3_270,
+        3_280,
         _FEWER_PARTS,
         reason="an index in parts",
     ),
