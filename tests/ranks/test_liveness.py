@@ -181,14 +181,14 @@ def test_a_peer_without_the_secret_is_disconnected_and_changes_nothing() -> None
 def test_the_leader_listens_where_followers_reach_its_store(host: str, is_one_host: bool) -> None:
     """That is the loopback interface alone if all are on this host."""
     listener = LeaderListener(2, (host, 1), NEAR, is_one_host=is_one_host)
-    listener.start()
+    listener.start_watching()
     bound = listener._listener.getsockname()[0]
     assert (listener.address.host, bound) in ([(host, host)] if is_one_host else [("", "::")])
     follower = LeaderConnection(1, listener.address, host)
-    follower.start()
+    follower.start_watching()
     until(lambda: listener.is_connected(1) and follower.is_connected(0))
     for one in (listener, follower):
-        one.stop()
+        one.stop_watching()
 
 
 def test_a_rank_that_cannot_connect_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,9 +204,9 @@ def test_a_rank_that_cannot_connect_says_why(monkeypatch: pytest.MonkeyPatch) ->
             process=NEAR,
         )
         follower = LeaderConnection(3, address, "127.0.0.1")
-        follower.start()
+        follower.start_watching()
         until(lambda: follower.problem is not None)
-    follower.stop()
+    follower.stop_watching()
     assert follower.problem is not None
     assert "rank 3 cannot connect to the leader" in follower.problem
     assert "Allow TCP connections" in follower.problem

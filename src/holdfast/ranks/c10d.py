@@ -563,7 +563,7 @@ class C10d(Coordinator):
         else:
             return
         weakref.finalize(self, stop_at_next_meeting, self._connections)
-        self._connections.start()
+        self._connections.start_watching()
 
     def _invite(
         self,

@@ -82,7 +82,7 @@ class _Stopped(Exception):
 
 
 class RankConnections(ABC):
-    """Connections of one rank, which a daemon thread keeps until `stop` or the process's end."""
+    """Connections of one rank, which a daemon thread keeps until `stop_watching`."""
 
     def __init__(self, name: str) -> None:
         """Set up; `name` names the rank in `problem`."""
@@ -98,7 +98,7 @@ class RankConnections(ABC):
         self._selector.register(self._stopped, EVENT_READ)
         _ALL.add(self)
 
-    def start(self) -> None:
+    def start_watching(self) -> None:
         """Start the thread."""
         Thread(target=self._run, name="holdfast-liveness", daemon=True).start()
 
@@ -113,7 +113,7 @@ class RankConnections(ABC):
         before_s = time.monotonic() - least_s
         return {rank: end for rank, end in self._ends.copy().items() if end.at_s <= before_s}
 
-    def stop(self) -> None:
+    def stop_watching(self) -> None:
         """Close all connections; does not wait."""
         self._stopping.close()
 
@@ -202,7 +202,7 @@ def stop_at_next_meeting(connections: RankConnections) -> None:
 def stop_former() -> None:
     """Stop the connections that were kept."""
     while _DONE:
-        _DONE.pop().stop()
+        _DONE.pop().stop_watching()
 
 
 def _close_in_child() -> None:
