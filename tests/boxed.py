@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.format import blocks, layout
+from holdfast.format import blocks, index_parts, layout
 from holdfast.format.boxes import Boxes, Ragged, key_of_box
 from holdfast.format.codec import CodecName, Compression, Encoding
 from holdfast.format.index import Places, StoredBlocks, TensorTable, decode_index, encode_index
@@ -43,16 +45,35 @@ def random_cuts(shape: Sequence[int], num: int, draw: random.Random) -> list[Box
     return found
 
 
+def grid_cuts(shape: Sequence[int], num: int, draw: random.Random) -> list[Box]:
+    """About `num` boxes that are a grid, in any order."""
+    sides = [[0, size] for size in shape]
+    while sides and len([*itertools.product(*map(itertools.pairwise, sides))]) < num:
+        side = draw.choice(sides)
+        new = draw.randrange(1, max(side[-1], 2))
+        if new in side or new >= side[-1]:
+            break
+        side[:] = sorted([*side, new])
+    found = [
+        Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+        for cell in itertools.product(*(itertools.pairwise(side) for side in sides))
+    ]
+    draw.shuffle(found)
+    return found
+
+
 def reshard(
     folder: Path,
     cuts: Mapping[str, Cuts],
     *,
     num_writers: int = 1,
     codec: CodecName | None = None,
+    writers_per_part: int = 0,
 ) -> Manifest:
     """Store the tensors of a plain checkpoint anew in boxes, each by the next of the writers.
 
-    `cuts`: component → its tensors in several boxes. Trees stay as they are.
+    `cuts`: component → its tensors in several boxes. Trees stay as they are. With
+    `writers_per_part` the index is in parts.
     """
     manifest = decode_register((folder / layout.MANIFEST).read_bytes(), what="")
     assert isinstance(manifest, Manifest)
@@ -62,13 +83,16 @@ def reshard(
     stored: dict[str, StoredBlocks] = {}
     tables: dict[str, TensorTable] = {}
     components = dict(manifest.components)
+    writers: dict[str, list[int]] = {}
     for name, table in old.components.items():
         component = components[name]
         values = {key: _bytes(folder, table, key) for key in table}
         tree, *before = component.files
         for file in before:
             (folder / file).unlink()
-        contents, tables[name] = _write(name, table, values, cuts.get(name, {}), num_writers)
+        contents, tables[name], writers[name] = _write(
+            name, table, values, cuts.get(name, {}), num_writers
+        )
         contents = {tree: (folder / tree).read_bytes(), **contents}
         own: list[str] = []
         for file, data in contents.items():
@@ -92,12 +116,19 @@ def reshard(
         components[name] = msgspec.structs.replace(
             component, files=tuple(own), nbytes=sum(files[file].nbytes for file in own)
         )
-    index = encode_index(tables, digests, BLOCK_NBYTES, stored=stored)
-    of_index = blocks.digest_blocks(index, BLOCK_NBYTES)
-    files[layout.INDEX] = FileEntry(
-        nbytes=len(index), digest=blocks.file_digest(len(index), of_index)
-    )
-    (folder / layout.INDEX).write_bytes(index)
+    documents = {layout.INDEX: b""}
+    if writers_per_part:
+        lengths = {name: entry.nbytes for name, entry in files.items()}
+        with mock.patch.object(index_parts, "PART_WRITERS", writers_per_part):
+            documents = index_parts.encode_in_parts(
+                tables, digests, lengths, writers, BLOCK_NBYTES, stored=stored
+            )
+    else:
+        documents[layout.INDEX] = encode_index(tables, digests, BLOCK_NBYTES, stored=stored)
+    for name, data in documents.items():
+        of_index = blocks.digest_blocks(data, BLOCK_NBYTES)
+        files[name] = FileEntry(nbytes=len(data), digest=blocks.file_digest(len(data), of_index))
+        (folder / name).write_bytes(data)
     manifest = msgspec.structs.replace(
         manifest,
         files=files,
@@ -134,8 +165,8 @@ def _write(
     values: Mapping[str, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]],
     cuts: Cuts,
     num_writers: int,
-) -> tuple[dict[str, bytes], TensorTable]:
-    """The tensor files by their plain names, and the table of what is where in them."""
+) -> tuple[dict[str, bytes], TensorTable, list[int]]:
+    """The tensor files by plain name, what is where in them, and the files of each writer."""
     of_writers: list[dict[str, tuple[TensorSpec, bytes]]] = [{} for _ in range(num_writers)]
     rows: list[tuple[int, Box, int, str]] = []
     for number, (key, spec) in enumerate(table.specs.items()):
@@ -147,10 +178,13 @@ def _write(
             of_writers[writer][name] = TensorSpec(name, spec.dtype, box.sizes), data
             rows.append((number, box, writer, name))
     contents: dict[str, bytes] = {}
+    counts: list[int] = []
     at: dict[tuple[int, str], tuple[int, int]] = {}
     for writer, of_writer in enumerate(of_writers):
         specs = [spec for spec, _ in of_writer.values()]
-        for file in lay_out(component, specs, first_number=len(contents)):
+        files = lay_out(component, specs, first_number=len(contents))
+        counts.append(len(files))
+        for file in files:
             data = bytearray(file.nbytes)
             data[: len(file.header)] = file.header
             for spec, start in zip(file.specs, file.starts, strict=True):
@@ -164,7 +198,7 @@ def _write(
         Ragged.from_lists([box.offsets for _, box, *_ in rows]),
         Ragged.from_lists([box.sizes for _, box, *_ in rows]),
     )
-    return contents, TensorTable(table.specs, Places([*contents], *columns), boxes)
+    return contents, TensorTable(table.specs, Places([*contents], *columns), boxes), counts
 
 
 def _encoded(data: bytes, codec: CodecName) -> list[bytes]:

@@ -16,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from boxed import bits, random_cuts, reshard
+from boxed import bits, grid_cuts, random_cuts, reshard
 from holdfast.errors import CorruptData
 from holdfast.format.codec import CodecName
+from holdfast.format.layout import number_of_file
 from holdfast.format.manifest import Manifest
+from holdfast.loading import block_reader
 from holdfast.loading.assembly import _overlaps
 from holdfast.loading.open import Opened, open_checkpoint
 from holdfast.loading.tensor_reader import TensorReader
@@ -102,24 +104,38 @@ def copied(folder: Path, root: Path) -> Path:
     return root / folder.name
 
 
-@given(seed=st.integers(0, 2**32), num_writers=st.integers(1, 3), is_compressed=st.booleans())
-@settings(max_examples=30)
+@given(
+    seed=st.integers(0, 2**32),
+    num_writers=st.integers(1, 3),
+    is_compressed=st.booleans(),
+    writers_per_part=st.integers(0, 2),
+)
+@settings(max_examples=40)
 def test_random_boxes_come_back_whole_and_in_parts(
     plain: Path,
     tmp_path_factory: pytest.TempPathFactory,
     seed: int,
     num_writers: int,
     is_compressed: bool,
+    writers_per_part: int,
 ) -> None:
+    """Also if the index itself is in parts."""
     draw = random.Random(seed)
+    cut = grid_cuts if writers_per_part else random_cuts
     folder = copied(plain, tmp_path_factory.mktemp("boxed"))
     cuts = {
-        key: random_cuts(value.shape, draw.choice([1, 2, 7, 30]), draw)
+        key: cut(value.shape, draw.choice([1, 2, 7, 30]), draw)
         for key, value in VALUES.items()
         if draw.random() < 0.8
     }
     codec: CodecName | None = "zstd" if is_compressed else None
-    reshard(folder, {"tree": cuts}, num_writers=num_writers, codec=codec)
+    reshard(
+        folder,
+        {"tree": cuts},
+        num_writers=num_writers,
+        codec=codec,
+        writers_per_part=writers_per_part,
+    )
     spans = {
         key: random_spans(tuple(value.shape), draw)
         for key, value in VALUES.items()
@@ -190,6 +206,61 @@ def test_only_the_blocks_of_held_boxes_are_read(
     seen = sorted(block for plan in plans for block in plan.reads)
     # A file's data begins at block 1. Rows 8 to 15 are in the second file, 40 to 47, too.
     assert seen == [("tree-00001.safetensors", number) for number in (1 + 2, 1 + 3, 1 + 16)]
+
+
+def test_only_the_parts_of_the_index_with_held_boxes_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path)
+    cuts = {"matrix": [Box((6 * row, 0), (6, 70)) for row in range(10)]}
+    reshard(folder, {"tree": cuts}, num_writers=10, writers_per_part=2)
+    with reader(folder) as (_, opened):
+        shards = opened.index.components["tree"]["matrix"].shards
+    parts = [f"index-{number_of_file(shard.file) // 2 + 1:04d}.json" for shard in shards]
+    assert len({*parts}) == 5
+    read: list[str] = []
+    really = block_reader.read_file
+
+    def noted(store: Any, folder: str, name: str, manifest: Any, *, verify: bool) -> bytes:
+        read.append(name)
+        return really(store, folder, name, manifest, verify=verify)
+
+    monkeypatch.setattr(block_reader, "read_file", noted)
+    spans: list[list[Span]] = [[(13, 20), (49, 50)], [(3, 9)]]  # of boxes 2, 3 and 8
+    with reader(folder) as (tensors, opened):
+        assert opened.index.components["tree"].specs["matrix"].shape == (60, 70)
+        assert sorted(read) == ["index.json", "rng-00000.json", "tree-00000.json"]
+        (part,) = tensors.read_tensors(
+            {"tree": ["matrix"]}, {"tree": {"matrix": held((60, 70), spans)}}
+        ).values()
+        assert bits(part["matrix"]) == bits(expected(VALUES["matrix"], spans))
+        assert sorted(read[3:]) == sorted({parts[box] for box in (2, 3, 8)})
+        everything = tensors.read_tensors({"tree": [*VALUES]})["tree"]
+        assert bits(everything["long"]) == bits(VALUES["long"])
+        assert sorted(read[3:]) == [f"index-{number:04d}.json" for number in range(1, 6)]
+
+
+def test_a_damaged_part_fails_only_loads_that_need_it(tmp_path: Path) -> None:
+    """D14: a part is covered by the digests of the manifest."""
+    folder = saved(tmp_path)
+    cuts = {"matrix": [Box((6 * row, 0), (6, 70)) for row in range(10)]}
+    reshard(folder, {"tree": cuts}, num_writers=10, writers_per_part=2)
+    with reader(folder) as (_, opened):
+        shards = opened.index.components["tree"]["matrix"].shards
+    parts = [f"index-{number_of_file(shard.file) // 2 + 1:04d}.json" for shard in shards]
+    part = folder / parts[2]
+    data = bytearray(part.read_bytes())
+    data[-5] ^= 1
+    part.write_bytes(data)
+    for row in (0, 12, 20, 30, 42):
+        needed = {"matrix": held((60, 70), [[(row, row + 1)], [(0, 70)]])}
+        is_damaged = parts[row // 6] == part.name
+        with reader(folder) as (tensors, _):
+            if is_damaged:
+                with pytest.raises(CorruptData, match=part.name):
+                    tensors.read_tensors({"tree": ["matrix"]}, {"tree": needed})
+            else:
+                tensors.read_tensors({"tree": ["matrix"]}, {"tree": needed})
 
 
 def test_held_boxes_of_a_tensor_that_is_stored_whole(tmp_path: Path) -> None:
