@@ -79,14 +79,14 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 109_500, _SMALLER, reason="runs of thousands of ranks, tiers of hosts"),
+    Limit("lines of src", 110_500, _SMALLER, reason="indexes in parts, simulated clusters, memory"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 63_000, _SMALLER, reason="parts of an index, tiers of hosts"),
+    Limit("lines of the core", 63_200, _SMALLER, reason="indexes in parts, tiers, staged memory"),
     Limit(
         "modules",
-        407,
+        412,
         "Put the function beside its only caller",
-        reason="parts of an index, tiers of hosts",
+        reason="indexes in parts, simulated clusters, staged memory",
     ),
     # Classes with one name in several modules; the figure counts names.
     Limit("public class names used twice", 0, "Put the subject into the name", slack=2),
@@ -107,7 +107,7 @@ SOURCE = (
     # Parameters, results and variables whose annotation has an Any in it.
     Limit(
         "annotations with Any, %",
-        9.4,
+        9.2,
         "Annotate with a type, a protocol or object",
         reason="contexts of tensor subclasses are of any type",
     ),
@@ -140,7 +140,7 @@ PROSE = (
     ),
     Limit("messages: “go on” per 10,000 words", 0, _ENGLISH, slack=0.9),
     Limit("messages: “what as a noun” per 10,000 words", 0.49, _ENGLISH, slack=0.9),
-    Limit("messages: “that of” per 10,000 words", 17.5, _ENGLISH, slack=0.9),
+    Limit("messages: “that of” per 10,000 words", 17, _ENGLISH, slack=0.9),
     Limit("messages: “whoever, beside” per 10,000 words", 0, _ENGLISH, slack=0.9),
     Limit("messages: “where for if” per 10,000 words", 0, _ENGLISH, slack=0.9),
     Limit("messages: “as it is” per 10,000 words", 0, _ENGLISH, slack=0.9),
@@ -186,7 +186,7 @@ RUNS = (
         "resume: lines run",
         3_280,
         _FEWER_PARTS,
-        reason="an index in parts",
+        reason="an index in parts, blocks in shared memory",
     ),
 )
 

@@ -61,7 +61,6 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("coordinator",),
         (
             "exchange",
-            "liveness",
             "messages",
         ),
         ("c10d",),
@@ -129,7 +128,11 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
             "write_files",
         ),
         ("save",),
-        ("saver",),
+        ("handover",),
+        (
+            "finish",
+            "saver",
+        ),
     ),
     "maintenance": (
         (

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from holdfast.errors import UsageError
 
+MEMORY = "HOLDFAST_MEMORY"
+"""Variable of the environment that names the folder of `memory_folder`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
@@ -63,6 +66,11 @@ def has_group() -> bool:
     # Who has a group has imported this.
     dist = sys.modules.get("torch.distributed")
     return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def memory_folder() -> str | None:
+    """Return the folder in shared memory of `holdfast run --memory`; None: not under it."""
+    return os.environ.get(MEMORY) or None
 
 
 def _launched() -> Ranks:

@@ -190,6 +190,7 @@ class LoadController:
             timeout_s=session.saver.timeout_s,
             memory_budget=session.memory_budget,
             is_mixed=session.applier.half_loaded is not None,
+            staged=session.find_staged_blocks() if session.saver.stager.is_shared else None,
         )
 
     def _check_start(self, entry: Entry | None, *, required: bool) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.checkpoints import best_rules as best_saves_of
@@ -27,6 +27,7 @@ from holdfast.encryption.messages import encrypted
 from holdfast.errors import HoldfastError, ManagerUnusable, UnsupportedState, UsageError
 from holdfast.events import Emitter
 from holdfast.format.manifest import WatchedMetric
+from holdfast.launched import memory_folder
 from holdfast.loading.distributed import applying
 from holdfast.maintenance.housekeeping import IntervalMeasurements, PostSaveTasks
 from holdfast.maintenance.preflight import FirstSaveChecks, probe_as_follower
@@ -50,11 +51,15 @@ from holdfast.saving.settings_history import SettingsHistory, as_text
 from holdfast.saving.step_boundary import StepBoundary
 from holdfast.saving.validated import ValidatedSaves
 from holdfast.staging.overlap import Overlap
+from holdfast.staging.stage import Stager
 from holdfast.state.capture.capture import Captured, Capturer
 from holdfast.state.capture.edits import edited
 from holdfast.state.capture.lacking import refusals, slots_stamp
 from holdfast.state.components import RNG, check_state, marked, refuse_other_sharding, unwrapped
 from holdfast.threads.buffers import collector_paused
+
+if TYPE_CHECKING:
+    from holdfast.loading.staged_blocks import StagedBlocks
 
 _UPLOADS_END_S = 6.0
 """Time that a stop's grace keeps for ending the uploads under way, and for releasing the run."""
@@ -210,7 +215,7 @@ class Session:
             self.owner,
             self.emit,
             timeout_s=timeout_s,
-            memory_budget=self.memory_budget,
+            stager=self._make_stager(checkpoints),
             overlap=self.overlap,
             compressing=compressing,
             chores=PostSaveTasks(
@@ -242,6 +247,25 @@ class Session:
             self.schedule,
             replaces=replaces,
         )
+
+    def _make_stager(self, checkpoints: Checkpoints) -> Stager:
+        if memory_folder() is None:
+            return Stager(memory_budget=self.memory_budget)
+        from holdfast.saving.handover import stager_of
+
+        return stager_of(
+            self.store,
+            resolve_compress(checkpoints.compress, {*self.state, RNG}),
+            self.emit,
+            memory_budget=self.memory_budget,
+            is_encrypted=checkpoints.encrypt is not None,
+        )
+
+    def find_staged_blocks(self) -> StagedBlocks | None:
+        """Find blocks that ended managers have left in the memory of `holdfast run`."""
+        from holdfast.loading.staged_blocks import StagedBlocks
+
+        return StagedBlocks.of_ended_managers(self.emit)
 
     @property
     def is_owner(self) -> bool:

@@ -68,17 +68,6 @@ def user_number() -> int:
     return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
-def most_open_files() -> int:
-    """Return how many files this process may open; a large number if that is not limited."""
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 0 <= limit < sys.maxsize:
-            return limit
-    return sys.maxsize
-
-
 def private_memory(nbytes: int, *, is_wiped_on_fork: bool = False) -> mmap.mmap:
     """Allocate page-aligned private memory, at least one byte, in huge pages where possible.
 
@@ -98,6 +87,16 @@ def private_memory(nbytes: int, *, is_wiped_on_fork: bool = False) -> mmap.mmap:
             with suppress(OSError):
                 found.madvise(advice)
     return found
+
+
+def map_reserved(fd: int, nbytes: int) -> mmap.mmap:
+    """Reserve the memory of a file in shared memory, and map it. Not on macOS and Windows."""
+    try:
+        # A write to a page that the kernel cannot provide would kill the process.
+        os.posix_fallocate(fd, 0, nbytes)
+        return mmap.mmap(fd, nbytes)
+    except (OSError, OverflowError) as error:
+        raise OutOfMemory(f"{nbytes} bytes of shared memory cannot be reserved: {error}") from error
 
 
 def read_at(fd: int, memory: memoryview, start: int) -> int:

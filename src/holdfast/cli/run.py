@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Literal
 
 import click
 
 from holdfast.cli.documents import Document
+from holdfast.cli.memory import FinishingChild, StagingMemory
 from holdfast.cli.options import argument, command, option
 from holdfast.cli.output import Code, TextTable, aligned, give_line, write_message
 from holdfast.cli.supervisor import (
@@ -103,6 +105,11 @@ class RunEnd(Document, frozen=True):
         type=click.IntRange(min=1, max=255),
         default=REQUEUE_CODE,
     ),
+    option(
+        "--memory",
+        "SIZE",
+        'Shared memory for staged state, as "8GB"; it outlives the training. [default: none]',
+    ),
     option("--grace", "TIME", "Kill the training this long after a signal.", default="5min"),
     answer=RunEnd,
     json_lines="Print a JSON object after each session and at the end.",
@@ -118,6 +125,7 @@ def run_command(
     backoff_max: str,
     progress_after: str | None,
     requeue_code: int,
+    memory: str | None,
     grace: str,
     as_json: bool,
 ) -> int:
@@ -139,8 +147,14 @@ def run_command(
     )
     head = None if root is None else _head_of(open_new_root(root, what="--root "))
     tell = _report_json if as_json else _report_session
-    with ChildProcess(command, grace_s=parse_seconds(grace, "--grace")) as child:
-        result = supervise(child, limits, head=head, tell=tell)
+    grace_s = parse_seconds(grace, "--grace")
+    with ExitStack() as stack:
+        kept = None if memory is None else stack.enter_context(StagingMemory(memory))
+        environment = None if kept is None else kept.environment
+        process = ChildProcess(command, grace_s=grace_s, environment=environment)
+        child = stack.enter_context(process)
+        supervised = child if kept is None else FinishingChild(child, kept)
+        result = supervise(supervised, limits, head=head, tell=tell)
     code = Code.GAVE_UP if result.outcome is SupervisionOutcome.GAVE_UP else result.code
     if as_json:
         give_line(RunEnd(summary=_summary(result, code)))

@@ -28,7 +28,6 @@ _LISTEN_S = 10.0
 """Longest time until the thread of a rank sees that the rank was closed."""
 _RUN_S = 1e8
 """Limit above the duration of any run: three years."""
-_AGREEING = "agreeing on a step to save at"
 _FAIL_S = 5.0
 """Limit on saying that this rank failed, or that there will be no more questions."""
 
@@ -147,14 +146,12 @@ class SaveStepAgreement:
             self._ranks.announce(question, b"where", timeout_s=self._timeout_s)
             self._send_promise(answers)
             # Later answers may be late for another reason: a wish that is not reached yet.
-            watch = Watch(
-                self._warn, "maybe_save", answers if number == 0 else None, phase=_AGREEING
-            )
+            watch = Watch(self._warn, "maybe_save", answers if number == 0 else None)
             found = self._ranks.collect(answers, timeout_s=self._answer_s, watch=watch)
             posts = found.expect_all(answers)
             agreed = _AgreedStep(max(decode_message(post, int, answers) for post in posts), wish)
         except HoldfastError as error:
-            failure = RankFailure.from_error(error, phase=_AGREEING)
+            failure = RankFailure.from_error(error, phase="agreeing on a step to save at")
             with suppress(HoldfastError):
                 self._ranks.fail(place, failure, timeout_s=_FAIL_S)
             raise
@@ -176,7 +173,7 @@ class SaveStepAgreement:
             except RanksSilent:
                 continue  # nothing is asked
         self._send_promise(answers)
-        watch = Watch(self._warn, "maybe_save", phase=_AGREEING)
+        watch = Watch(self._warn, "maybe_save")
         said = self._ranks.hear(place, timeout_s=self._timeout_s, watch=watch)
         self._set_agreed(decode_message(said, _AgreedStep, place))
         return True
@@ -187,7 +184,7 @@ class SaveStepAgreement:
 
     def _send_promise(self, tag: str) -> None:
         if self._has_ended:
-            failure = RankFailure(_AGREEING, "its manager was closed")
+            failure = RankFailure("agreeing on a step to save at", "its manager was closed")
             self._ranks.fail(tag, failure, timeout_s=_FAIL_S)
         else:
             data = msgspec.msgpack.encode(self._promise())

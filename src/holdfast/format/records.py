@@ -69,13 +69,15 @@ class Closed(Record, frozen=True, kw_only=True):
     nonce: Hex128
 
 
-class Alive(Record, frozen=True, kw_only=True):
+class Alive(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Heartbeat of a writer; each one increments `beat`."""
 
     kind: ClassVar[str] = "alive"
     epoch: Positive
     nonce: Hex128
     beat: Natural
+    process: Process | None = None
+    """The process that finishes the last save of the writer, whose own has ended."""
 
 
 class Ended(Record, frozen=True, kw_only=True):

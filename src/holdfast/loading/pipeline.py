@@ -34,6 +34,7 @@ from holdfast.loading.plan import (
     runs_of,
     windows,
 )
+from holdfast.loading.staged_blocks import StagedBlock, StagedBlocks
 from holdfast.ranks.coordinator import RankTransfer
 from holdfast.staging.device import pin
 from holdfast.store.base import Store
@@ -65,6 +66,9 @@ _NUM_TOGETHER = 8
 
 class ReadPipeline:
     """Executes read plans for the tensor files of one checkpoint, on several threads."""
+
+    staged: StagedBlocks | None = None
+    """Blocks in shared memory, which are not read from the store."""
 
     def __init__(
         self,
@@ -188,6 +192,28 @@ class ReadPipeline:
         """Read a block; return a function that checks and copies it, or None if it is done."""
         if given_up.is_set():
             return None
+        if self.staged is not None:
+            held = self.staged.find_block(self._files[block[0]], block[1])
+            if held is not None:
+                return partial(self._use_staged, block, read, given_up, held)
+        return self._read_stored(block, read, given_up, keeps=keeps)
+
+    def _use_staged(
+        self, block: BlockId, read: BlockRead, given_up: threading.Event, held: StagedBlock
+    ) -> None:
+        """Copy a block from shared memory to its destinations, or read it if that is damaged."""
+        if held.is_right():
+            with read.copying:
+                if not given_up.is_set():
+                    if read.memory is not None:
+                        np.copyto(np.frombuffer(read.memory, np.uint8), held.values)
+                    _copy_segments(held.memory, read.segments)
+        elif (use := self._read_stored(block, read, given_up, keeps=False)) is not None:
+            use()
+
+    def _read_stored(
+        self, block: BlockId, read: BlockRead, given_up: threading.Event, *, keeps: bool
+    ) -> Use | None:
         if read.memory is not None:
             # Not used before the whole plan has succeeded, so a late read does no harm.
             fill = self._begin_checked(block, read.memory)

@@ -42,6 +42,7 @@ from holdfast.loading.optional_components import (
     with_hint,
 )
 from holdfast.loading.plan import Sharing
+from holdfast.loading.staged_blocks import StagedBlocks
 from holdfast.loading.tensor_reader import Held, TensorReader
 from holdfast.ownership.claim import Choice, dropped
 from holdfast.ownership.leases import BeingDeleted, expect_kept, hold_lease
@@ -168,6 +169,8 @@ class CheckpointSearch:
     world_size: int = 1
     sharing: Sharing | None = None
     """How ranks read for each other; None: each reads what it needs."""
+    staged: StagedBlocks | None = None
+    """Blocks in shared memory that are read in place of stored ones."""
 
     @property
     def rejected(self) -> tuple[tuple[str, str], ...]:
@@ -239,6 +242,8 @@ class CheckpointSearch:
             verify=options.verify,
             sharing=self.sharing,
         )
+        if self.staged is not None:
+            reader.use_staged_blocks(self.staged)
         edited = _edited(opened, options.edit, reader)
         prepared = prepare(
             self.state,
@@ -255,6 +260,7 @@ class CheckpointSearch:
         tensors = _completed(_as_held(changed, prepared.shards), prepared.needed, rest)
         # Several ranks read only their own boxes.
         has_read_all = options.proves_whole and not one_sided.without and self.world_size == 1
+        has_read_all = has_read_all and self.staged is None
         return LoadCandidate(
             entry=entry,
             options=options,
@@ -345,6 +351,11 @@ class CheckpointSearch:
                     if not is_gone or catalog.entry(entry.name) is not None:
                         raise
         raise NoCheckpoint(f"{catalog.store.url}: {which!r} was deleted while it was read")
+
+    def switch_tier(self, candidate: LoadCandidate, error: Exception) -> bool:
+        """Switch to the other tier after a read error; return whether that was possible."""
+        cause, folder = candidate.cause_of(error), candidate.entry.folder
+        return cause is not None and is_damage(cause) and self.catalog.switch_tier(folder)
 
     @contextmanager
     def _hold_checkpoint(self, which: str | int) -> Iterator[Entry]:
@@ -653,27 +664,21 @@ class Search:
                 return False
         return True
 
-    def record_failure(
-        self, error: Exception, *, cause: StoreError | CorruptData | None = None
-    ) -> bool:
+    def record_failure(self, error: Exception) -> bool:
         """Record that the chosen checkpoint could not be read; return whether to choose again.
 
         The same one is retried first, as errors may be transient; then an older one. Until one is
-        applied, the state may be partly old and partly stored. `cause` is why one of the
-        ranks that were applying it could not read it.
+        applied, the state may be partly old and partly stored.
         """
         if self.candidate is None:
             return False
-        is_applying = cause is not None or isinstance(error, OpaqueLoadFailed)
-        self._reader.is_mixed |= is_applying or bool(self.candidate.prepared.unrestored)
-        cause = cause or self.candidate.cause_of(error)
-        if cause is None:
-            return False
-        folder = self.candidate.entry.folder
+        unrestored = self.candidate.prepared.unrestored
+        self._reader.is_mixed |= isinstance(error, OpaqueLoadFailed) or bool(unrestored)
+        cause, folder = self.candidate.cause_of(error), self.candidate.entry.folder
         is_first = folder not in self._failed
         self._failed.add(folder)
-        if is_damage(cause) and self._reader.catalog.switch_tier(folder):
-            return True
+        if cause is None or self._reader.switch_tier(self.candidate, error):
+            return cause is not None
         if not self._walks or not (is_first or is_damage(cause)):
             return False
         if not is_first:

@@ -308,18 +308,21 @@ def _drop_stale_record(store: Store, folder: str, ended: EndedAttempts, report: 
 
 
 def _sweep_heartbeats(store: Store, own_epoch: int) -> None:
-    """Remove the heartbeats of earlier epochs: only the newest claim's is ever read."""
+    """Remove the heartbeats of earlier epochs, except of processes that may be finishing a save."""
     names = store.children(layout.WRITERS)
     epochs = (layout.parse_alive(name) for name in names)
     old = [layout.alive_key(epoch) for epoch in epochs if epoch is not None and epoch < own_epoch]
-    store.delete_many([key for key in old if _is_heartbeat(store, key)])
+    store.delete_many([key for key in old if _is_old_heartbeat(store, key)])
 
 
-def _is_heartbeat(store: Store, key: str) -> bool:
+def _is_old_heartbeat(store: Store, key: str) -> bool:
     try:
-        return read_if_there(store, key, Alive.decode) is not None
+        found = read_if_there(store, key, Alive.decode)
     except FormatError:
         return False
+    if found is None:
+        return False
+    return found.process is None or liveness(found.process) in ("ours", "dead")
 
 
 def _sweep_answers(

@@ -162,7 +162,19 @@ def nothing_in_flight(store: Store, epoch: int) -> bool:
         writer = Catalog(store).writer(epoch)
     except FormatError:
         return False
-    return writer is not None and liveness(writer.process) == "dead"
+    if writer is None or liveness(writer.process) != "dead":
+        return False
+    return not has_finisher(store, epoch)
+
+
+def has_finisher(store: Store, epoch: int) -> bool:
+    """Whether a process may still be finishing the last save of a dead one (decision 0069)."""
+    try:
+        alive = read_if_there(store, layout.alive_key(epoch), Alive.decode)
+    except FormatError:
+        return False
+    process = None if alive is None else alive.process
+    return process is not None and liveness(process) != "dead"
 
 
 def nothing_arrives(store: Store, epoch: int, *, own: int | None) -> bool:

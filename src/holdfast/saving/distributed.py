@@ -48,7 +48,7 @@ from holdfast.ranks.coordinator import (
 from holdfast.results import SavePhase
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import SaveAttempt, check_ownership, give_up
-from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
+from holdfast.saving.participants import Gathered, OwnFile, OwnPart, SaveParticipant
 from holdfast.saving.probe import ProbeNote, ProbeResult, SaveSize
 from holdfast.saving.shard_plan import (
     Assignment,
@@ -81,14 +81,6 @@ _CALL = ("save_class", "epoch", "cycle", "samples", "tokens")
 _PLAN_AFTER_WAIT = "plan after the wait"
 _PLAN_AFTER_PROBE = "plan after the probe"
 _PLAN_AFTER_VALUES = "plan after the values"
-_PHASES = {
-    "probe": SavePhase.PREPARING,
-    "comparison": SavePhase.DIGESTING,
-    "folder": SavePhase.FOLDER,
-    "files": SavePhase.WRITING,
-    "outcome": SavePhase.COMMITTING,
-}
-"""Phase of the ranks whose message of this part is waited for; of all other parts, `SHARING`."""
 _EQUAL_ADVICE = (
     "What several ranks have under one name must be equal, bit by bit. Parts of a model, such as "
     "pipeline stages and experts, need names of their own. Replicas must be kept equal, as DDP "
@@ -245,11 +237,10 @@ class _RanksSave(SaveParticipant):
     def _left_s(self) -> float:
         return max(self._end - self._ranks.now_s(), 0.0)
 
-    def _make_watch(self, part: str, *, begins: bool = False) -> Watch:
+    def _make_watch(self, *, begins: bool) -> Watch:
         """Watch a wait for ranks; it `begins` the save if they may not have called it yet."""
         tag = self._tag("shares") if begins else None
-        call, phase = f"save of step {self._step}", _PHASES.get(part, SavePhase.SHARING)
-        return Watch(self._together.warn, call, tag, phase=phase)
+        return Watch(self._together.warn, f"save of step {self._step}", tag)
 
     def _make_share(self, captured: Captured) -> Share | Unchanged:
         """Return this rank's share, or that it has not changed; sets what is known of it."""
@@ -349,6 +340,19 @@ class _RanksSave(SaveParticipant):
                 if name in staged.by_rank
                 or recorded.get(layout.tree_file(name)) != roots[layout.tree_file(name)]
             },
+        )
+
+    @override
+    def describe_part(self, staged: Staged) -> OwnPart:
+        written = self._own.locate_boxes(staged.files)
+        columns = (written.row, written.file, written.start)
+        row, file, start = (column.astype("<i8").tobytes() for column in columns)
+        return OwnPart(
+            rank=self.rank,
+            world_size=self.world_size,
+            save=self._name,
+            share=msgspec.msgpack.encode(self._own.share),
+            written=(row, file, start),
         )
 
     def _own_part(self, captured: Captured) -> Captured:
@@ -475,7 +479,7 @@ class LeadingSave(_RanksSave):
         if len(trees) < len(found):
             return None  # that of one rank is in the checkpoint, and that of another is not
         try:
-            tree = self._join_trees(name, staged, trees)
+            tree = self.join_trees(name, staged, trees)
         except UnsupportedState:
             return None
         return blocks.file_digest(len(tree), blocks.digest_blocks(tree))
@@ -498,7 +502,7 @@ class LeadingSave(_RanksSave):
         posts = self._collect_posts("files", _FilesPost)
         self._expect_own_names(posts)
         trees = {
-            name: self._join_trees(
+            name: self.join_trees(
                 name, staged, [post.trees.get(name, self._trees[name]) for post in posts]
             )
             for name in staged.kinds
@@ -544,7 +548,7 @@ class LeadingSave(_RanksSave):
             self._ranks.collect(self._tag(part), timeout_s=0.0)
 
     @staticmethod
-    def _join_trees(name: str, staged: Staged, trees: Sequence[bytes]) -> bytes:
+    def join_trees(name: str, staged: Staged, trees: Sequence[bytes]) -> bytes:
         """Join the trees of all ranks, or raise `UnsupportedState`."""
         if name in staged.by_rank:
             return join_rank_trees(trees)
@@ -709,7 +713,7 @@ class LeadingSave(_RanksSave):
     def _collect_posts(self, part: str, kind: Any) -> list[Any]:
         tag = self._tag(part)
         self._uncollected.discard(part)
-        watch = self._make_watch(part, begins=part == "shares")
+        watch = self._make_watch(begins=part == "shares")
         posts = self._ranks.collect(tag, timeout_s=self._left_s(), watch=watch).expect_all(
             f"{tag} (step {self._step})"
         )
@@ -807,7 +811,7 @@ class FollowingSave(_RanksSave):
         tag = self._tag("outcome")
         try:
             heard = self._ranks.hear(
-                tag, timeout_s=self._left_s() + GRACE_S, watch=self._make_watch("outcome")
+                tag, timeout_s=self._left_s() + GRACE_S, watch=self._make_watch(begins=False)
             )
         except RanksFailed:
             raise
@@ -854,7 +858,7 @@ class FollowingSave(_RanksSave):
 
     def _receive_part(self, part: str, kind: type[T]) -> T:
         tag = self._tag(part)
-        watch = self._make_watch(part, begins=part == "plan")
+        watch = self._make_watch(begins=part == "plan")
         heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S, watch=watch)
         return decode_message(heard, kind, tag)
 

@@ -35,6 +35,19 @@ class OwnFile(msgspec.Struct, frozen=True, kw_only=True):
     sealed: WrittenSeal | None = None
 
 
+class OwnPart(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of one rank in a save of all, as another process needs it to plan that save again."""
+
+    rank: int = LEADER
+    world_size: int = 1
+    save: str = ""
+    """Name of the save, which is the same on all ranks."""
+    share: bytes = b""
+    """Encoded share of the rank."""
+    written: tuple[bytes, bytes, bytes] = (b"", b"", b"")
+    """Columns of the boxes that the rank writes: row, file and start."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
     """Files, trees and tables of all ranks, for the index and the manifest."""
@@ -137,6 +150,10 @@ class SaveParticipant:
 
     def announce_verdict(self, *, is_unchanged: bool) -> None:
         """Tell the followers what `is_unchanged` returns to them. In the save thread."""
+
+    def describe_part(self, staged: Staged) -> OwnPart:
+        """Describe what this rank writes, once the plan is agreed on. In any thread."""
+        return OwnPart()
 
     def report_failure(self, error: BaseException, phase: SavePhase | None = None) -> None:
         """Tell the other ranks that this one failed, now or in `phase`; they fail too."""

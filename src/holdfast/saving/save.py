@@ -24,7 +24,7 @@ from holdfast.errors import (
     StoreError,
 )
 from holdfast.format import blocks, layout
-from holdfast.format.codec import CodecName, Encoding
+from holdfast.format.codec import CodecName, Compression, Encoding
 from holdfast.format.index import StoredBlocks, TensorTable, encode_index
 from holdfast.format.index_parts import encode_in_parts
 from holdfast.format.manifest import (
@@ -38,6 +38,7 @@ from holdfast.format.manifest import (
     WatchedMetric,
 )
 from holdfast.format.objects import decode_frozen
+from holdfast.format.records import Process
 from holdfast.format.tensors import TensorFile, count_record_nbytes
 from holdfast.ownership.claim import Claim, expect_claim
 from holdfast.ownership.owner import Ownership
@@ -53,7 +54,7 @@ from holdfast.root.commit import (
 )
 from holdfast.saving.compression import Compressing
 from holdfast.saving.links import Links
-from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
+from holdfast.saving.participants import Gathered, OwnFile, OwnPart, SaveParticipant
 from holdfast.saving.write_files import FileToWrite, write_files
 from holdfast.staging.interfaces import BytesContent, Content, KnownFile, Staged
 from holdfast.store.base import Store
@@ -86,6 +87,25 @@ class SaveRequest:
     changes: tuple[Change, ...] = ()
     policy: RunPolicy | None = None
     timings: dict[str, float] = field(default_factory=dict)
+
+
+class StagedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank has staged whole: the arenas beside the record hold its tensor files."""
+
+    process: Process
+    root: str
+    """Path of the root; empty if the save can be finished by its own process only."""
+    part: OwnPart
+    request: SaveRequest
+    files: dict[str, tuple[str, ...]]
+    """Names of the tensor files of each component."""
+    trees: dict[str, bytes]
+    kinds: dict[str, str]
+    by_rank: tuple[str, ...]
+    compressions: dict[str, Compression]
+
+
+STAGED_RECORDS = msgspec.msgpack.Decoder(StagedRecord)
 
 
 def digest_staged(staged: Staged, workers: Workers, *, timeout_s: float) -> dict[str, bytes]:

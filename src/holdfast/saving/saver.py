@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from holdfast.errors import (
     DeadlineExceeded,
@@ -44,6 +44,9 @@ from holdfast.staging.stage import Stager
 from holdfast.state.capture.capture import Captured
 from holdfast.store.base import Store
 from holdfast.threads.workers import Threads, Workers, do, num_threads
+
+if TYPE_CHECKING:
+    from holdfast.saving.handover import SharedStager
 
 MAX_COPIERS = 8
 """Most threads, the caller's included, that copy while training waits; one alone does not use the
@@ -84,7 +87,7 @@ class Saver:
         emit: Emitter,
         *,
         timeout_s: float,
-        memory_budget: int | None,
+        stager: Stager,
         overlap: Overlap,
         compressing: Compressing,
         chores: Chores,
@@ -93,7 +96,7 @@ class Saver:
         self.chores = chores
         self._background = Workers(1, "holdfast-save")
         self.recorder = HistoryRecorder(store, owner, emit, self._background)
-        self.stager = Stager(memory_budget=memory_budget)
+        self.stager = stager
         self._overlap = overlap
         self._guarded = Guarded(keys={})
         self._overlapped: Overlapped | None = None
@@ -362,6 +365,10 @@ class SaveTask:
 
     def _write_and_commit(self) -> Entry:
         owner, tools = self._tools.owner, self._tools
+        if self._saver.stager.is_shared:
+            keeper = cast("SharedStager", self._saver.stager)  # whose module is not always needed
+            save = (self._staged, self._request, self._joint)
+            keeper.record_when_staged(*save, self._pending.staged, tools.workers)
         try:
             attempt, manifest = write(
                 tools, self._staged, self._request, self._joint, overlapped=self._overlapped

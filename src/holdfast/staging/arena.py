@@ -7,6 +7,7 @@ state that is staged in waves has only the digests (`KnownFile`), no memory (`Fi
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from operator import attrgetter
@@ -30,12 +31,12 @@ _LARGEST_ITEM_NBYTES = max(ITEM_NBYTES.values())
 
 
 class Arena:
-    """Page-aligned private memory, filled with zeros in forked children."""
+    """Page-aligned memory; what is not given is private, and zeroed in forked children."""
 
-    def __init__(self, nbytes: int) -> None:
-        """Allocate the memory."""
+    def __init__(self, nbytes: int, pages: mmap.mmap | None = None) -> None:
+        """Allocate the memory, or use `pages`."""
         self.nbytes = nbytes
-        self._map = allocate_pages(nbytes)
+        self._map = allocate_pages(nbytes) if pages is None else pages
         self.memory = memoryview(self._map)[:nbytes]
 
     @property
@@ -127,10 +128,12 @@ _IS_CUDA = attrgetter("is_cuda")
 class FileImage(KnownFile):
     """Host memory of one tensor file, with a view of each tensor."""
 
-    def __init__(self, file: TensorFile, *, is_apart: bool = False) -> None:
-        """Allocate the memory."""
+    def __init__(
+        self, file: TensorFile, *, is_apart: bool = False, pages: mmap.mmap | None = None
+    ) -> None:
+        """Allocate the memory, or use `pages`."""
         super().__init__(file, is_apart=is_apart)
-        self.arena = Arena(file.nbytes)
+        self.arena = Arena(file.nbytes, pages)
         self.arena.memory[: len(file.header)] = file.header
         self.views = tuple(self.arena.make_tensor_views(file.specs, file.starts))
         self.large_keys = [(i, file.specs[i].key) for i in self.large]

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from holdfast.errors import UnsupportedState
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.format.tensors import TensorSpec, lay_out
+from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
 from holdfast.staging.arena import FileImage
 from holdfast.staging.in_memory import (
     ImageTransfer,
@@ -83,11 +83,22 @@ class Grouping:
         return nbytes >= max(MIN_NBYTES, MIN_SHARE * sum(self._sizes.values()))
 
 
+class MakeFile(Protocol):
+    """Makes what is kept of a tensor file between saves."""
+
+    def __call__(self, file: TensorFile, *, is_apart: bool) -> KnownFile:
+        """Make it; `is_apart` as in `KnownFile`."""
+        ...
+
+
 _NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
 class Stager:
     """Copies captured states to reused host memory, one at a time. Not thread-safe."""
+
+    is_shared = False
+    """Whether it is a `SharedStager`, which records what is staged whole."""
 
     def __init__(self, *, memory_budget: int | None = None) -> None:
         """`memory_budget`: most bytes of memory to use; None: as many as the state has."""
@@ -127,7 +138,7 @@ class Stager:
             return self._in_waves(captured)
         components = captured.components
         for component in components.values():
-            self._lay_out_files(component, FileImage)
+            self.lay_out_files(component, FileImage)
         now: list[Work] = []
         later: list[Work] = []
         held: list[object] = []
@@ -187,7 +198,7 @@ class Stager:
             self._pool = LimitedBuffers(num_buffers, BLOCK_NBYTES, at_once=True)
         components = captured.components
         for component in components.values():
-            self._lay_out_files(component, KnownFile)
+            self.lay_out_files(component, KnownFile)
         tensors = {
             known.file.name: component.tensors
             for name, component in components.items()
@@ -216,7 +227,7 @@ class Stager:
         self._files.clear()
         self._plans.clear()
 
-    def _lay_out_files(self, component: CapturedComponent, make: type[KnownFile]) -> None:
+    def lay_out_files(self, component: CapturedComponent, make: MakeFile) -> None:
         """Lay out a component's files anew if its structure or its grouping has changed."""
         name, specs, numbers = component.name, component.specs, component.numbers
         if self._specs.get(name) != (specs, numbers):

@@ -1,0 +1,265 @@
+"""Finishes what a dead training has staged whole: in its term, or not at all (decision 0069).
+
+`holdfast run --memory` starts `python -m holdfast.saving.finish FOLDER` when its command has ended.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from typing_extensions import override
+
+from holdfast.errors import CorruptData, FormatError, HoldfastError, SealError
+from holdfast.events import Emitter, Event
+from holdfast.format import layout
+from holdfast.format.manifest import Aborted
+from holdfast.format.records import Alive
+from holdfast.ownership.claim import is_closed
+from holdfast.ownership.owner import Ownership
+from holdfast.ownership.process import liveness, this_process
+from holdfast.root.catalog import Catalog
+from holdfast.root.commit import check_ownership, name_latest
+from holdfast.saving.compression import Compressing
+from holdfast.saving.distributed import LeadingSave
+from holdfast.saving.handover import SharedImage
+from holdfast.saving.links import Links
+from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
+from holdfast.saving.save import STAGED_RECORDS, StagedRecord, Tools, write
+from holdfast.saving.shard_plan import Plan, Share, Written
+from holdfast.staging.in_memory import ImageTransfer
+from holdfast.staging.interfaces import KnownFile, Staged
+from holdfast.staging.shared import FINISH_S, SharedArena, SharedFolder, StagingFolder, read_record
+from holdfast.store.base import Store
+from holdfast.store.local import LocalStore
+from holdfast.system import signals_of
+from holdfast.threads.workers import Threads
+
+_DEAD_S = 10.0
+"""How long to wait until all processes of the training have ended, in seconds."""
+
+Say = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadRank:
+    """What one dead rank has staged whole."""
+
+    folder: StagingFolder
+    record: StagedRecord
+
+
+class _NotFinished(Exception):
+    """Reason to leave a staged save alone."""
+
+
+def finish_saves(folder: SharedFolder, say: Say) -> None:
+    """Finish the saves that dead processes have staged whole; `say` why one is left alone."""
+    for ranks in _saves_in(folder, say):
+        records = [rank.record for rank in ranks]
+        request = records[0].request
+        what = f"the save of step {request.timestamp.step} that the training had staged"
+        try:
+            if not any(rank.folder.is_settled for rank in ranks):
+                found = _finish_save(ranks)
+                say(f"finished {what}: {records[0].root}/{found}")
+        except _NotFinished as why:
+            say(f"{what} is left alone: {why}")
+        except (HoldfastError, OSError) as error:
+            say(f"{what} was not finished: {error}")
+        for rank in ranks:
+            rank.folder.settle()
+
+
+def _saves_in(folder: SharedFolder, say: Say) -> list[list[DeadRank]]:
+    """Group the records by save; by rank."""
+    saves: dict[object, list[DeadRank]] = {}
+    for own in folder.staging_folders():
+        path = own.record_path
+        if path is None:
+            continue
+        try:
+            record = read_record(path, STAGED_RECORDS)
+        except (OSError, CorruptData) as error:
+            say(f"a staged save is left alone: {error}")
+            continue
+        step, claim = record.request.timestamp.step, record.request.claim
+        key = (record.root, claim.nonce, record.part.save, step)
+        saves.setdefault(key, []).append(DeadRank(folder=own, record=record))
+    return [sorted(ranks, key=lambda one: one.record.part.rank) for ranks in saves.values()]
+
+
+def _finish_save(ranks: Sequence[DeadRank]) -> str:
+    """Write and commit a save; returns its folder."""
+    first = ranks[0].record
+    if not first.root:
+        raise _NotFinished("only saves in a local folder can be finished without their process")
+    world_size = first.part.world_size
+    if [rank.record.part.rank for rank in ranks] != [*range(world_size)]:
+        raise _NotFinished(
+            f"{len(ranks)} of {world_size} ranks had staged it whole on this host; all have to"
+        )
+    _expect_dead(ranks)
+    store = LocalStore(first.root)
+    sequence = _next_sequence(store, first)
+    claim = first.request.claim
+    # Before the attempt exists: gc must not take the epoch for one with nothing in flight.
+    alive = Alive(epoch=claim.epoch, nonce=claim.nonce, beat=1, process=this_process())
+    store.put(layout.alive_key(claim.epoch), alive.encode())
+    check_ownership(store, claim.epoch, committed=False)
+    emit = Emitter((_warn,))
+    threads = Threads()
+    threads.start()
+    try:
+        tools = Tools(
+            store=store,
+            owner=Ownership(store, takeover=False, emit=emit),
+            compressing=Compressing(first.compressions, emit),
+            links=Links(store, emit),
+            workers=threads.workers,
+            writers=threads.waiters,
+            timeout_s=FINISH_S,
+        )
+        request = replace(first.request, sequence=sequence)
+        attempt, manifest = write(tools, _staged(ranks), request, _participant(ranks))
+    finally:
+        threads.close_pools()
+    if not manifest.lacks and not manifest.unhealthy:
+        name_latest(store, attempt.folder)
+    return attempt.folder
+
+
+def _expect_dead(ranks: Sequence[DeadRank]) -> None:
+    end = time.monotonic() + _DEAD_S
+    while left := [one for one in ranks if liveness(one.record.process) != "dead"]:
+        if time.monotonic() > end:
+            process = left[0].record.process
+            raise _NotFinished(
+                f"process {process.pid} on {process.host}, of rank {left[0].record.part.rank}, is "
+                "not proven dead"
+            )
+        time.sleep(0.05)
+
+
+def _next_sequence(store: Store, record: StagedRecord) -> int:
+    """Return the sequence that follows the dead one's, if it may be used."""
+    claim, sequence = record.request.claim, record.request.sequence
+    catalog = Catalog(store)
+    writer = catalog.writer(claim.epoch)
+    if writer is None or writer.nonce != claim.nonce or is_closed(store, claim.epoch):
+        raise _NotFinished(f"the claim of writer {claim.epoch} is gone or closed")
+    if liveness(writer.process) != "dead":
+        raise _NotFinished(f"process {writer.process.pid}, writer {claim.epoch}, is not dead")
+    check_ownership(store, claim.epoch, committed=False)
+    for name in catalog.attempts():
+        if name.epoch != claim.epoch or name.sequence < sequence:
+            continue
+        try:
+            register = catalog.read(str(name))
+        except (FormatError, SealError) as error:
+            raise _NotFinished(f"{store.url}/{name} cannot be read: {error}") from error
+        if register is not None and not isinstance(register, Aborted):
+            raise _NotFinished(f"it is committed: {name}")
+        sequence = max(sequence, name.sequence)
+    return sequence + 1
+
+
+def _staged(ranks: Sequence[DeadRank]) -> Staged:
+    """Return the state of all ranks, as if one had staged it."""
+    files: dict[str, list[KnownFile]] = {}
+    for rank in ranks:
+        for component, names in rank.record.files.items():
+            arenas = (SharedArena.open_arena(rank.folder.path, name) for name in names)
+            files.setdefault(component, []).extend(map(DeadImage, arenas))
+    transfer = ImageTransfer([], [])
+    transfer.run_now(FINISH_S)  # nothing is left to copy
+    first = ranks[0].record
+    return Staged(
+        files={name: tuple(images) for name, images in files.items()},
+        trees=first.trees,
+        kinds=first.kinds,
+        by_rank=frozenset(first.by_rank),
+        transfer=transfer,
+    )
+
+
+def _participant(ranks: Sequence[DeadRank]) -> SaveParticipant:
+    records = [rank.record for rank in ranks]
+    return SaveParticipant() if len(records) == 1 else RecordedRanks(records)
+
+
+class RecordedRanks(SaveParticipant):
+    """All ranks of a save, by their records: `write` takes it for that of a leader."""
+
+    is_in_doubt = False
+
+    def __init__(self, records: Sequence[StagedRecord]) -> None:
+        super().__init__()
+        self._records = records
+        self.world_size = len(records)
+
+    def announce_folder(self, attempt: object, trees: object) -> None:
+        """No-op: nobody else writes."""
+
+    def collect_written(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
+        """Join the trees of all ranks, and plan the save again from their shares."""
+        parts = [record.part for record in self._records]
+        plan = Plan([msgspec.msgpack.decode(part.share, type=Share) for part in parts])
+        written = []
+        for part in parts:
+            row, file, start = (np.frombuffer(column, "<i8") for column in part.written)
+            written.append(Written(row=row, file=file, start=start))
+        trees = {
+            name: LeadingSave.join_trees(
+                name, staged, [record.trees[name] for record in self._records]
+            )
+            for name in staged.kinds
+        }
+        return Gathered(files=files, trees=trees, tables=plan.tables(written))
+
+    def succeed(self) -> None:
+        """No-op: nobody else waits."""
+
+
+class DeadImage(SharedImage):
+    """Image that a dead process has staged; digests that it knew are compared."""
+
+    def __init__(self, arena: SharedArena) -> None:
+        super().__init__(arena, is_apart=False)
+        self._known = arena.known_digests()
+
+    @override
+    def digest_block(self, number: int) -> bytes:
+        digest = super().digest_block(number)
+        if self._known[number] not in (None, digest):
+            raise CorruptData(
+                f"block {number} of {self.file.name} in shared memory is not what was staged. If "
+                "this happens again, test the memory of this host"
+            )
+        return digest
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"holdfast: {text}\n")
+
+
+def _warn(event: Event) -> None:
+    if event.kind == "warning":
+        _say(event.message)
+
+
+def main(path: str) -> None:
+    """Finish the saves in a supervisor's folder; signals do not end it, its supervisor may."""
+    for number in signals_of("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
+        signal.signal(number, signal.SIG_IGN)
+    finish_saves(SharedFolder(Path(path)), _say)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
