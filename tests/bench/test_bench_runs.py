@@ -361,6 +361,18 @@ def test_an_index_of_boxes_is_written_and_read() -> None:
 
 
 @pytest.mark.full
+def test_saves_of_many_ranks_are_measured_beside_dcp() -> None:
+    command = [sys.executable, "-m", "bench.scale", "--ranks", "8", "16", "--replicas", "1", "2"]
+    command += ["--boxes", "20"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    ours, dcp = printed.stdout.split("The planner of DCP:")
+    for tables in (ours, dcp):
+        rows = [line for line in tables.splitlines() if line.startswith(("| 8 ", "| 16 "))]
+        assert len(rows) == 4
+        assert all(cell.strip() for row in rows for cell in row.split("|")[1:-1])
+
+
+@pytest.mark.full
 def test_the_one_command_prints_goals_before_tables(tmp_path: Path) -> None:
     results, printed = _run(tmp_path, "bench", "--quick", "--only", "trainer")
     assert list(results.part("trainer").cases) == list(results.cases)

@@ -173,12 +173,16 @@ class OwnShare:
         """Sample some of the boxes, but for those of components of which each rank has its own."""
         parts = captured.components
         rows = [row for row in rows if _is_compared(parts[self._rows[row][0]])]
-        tensors = []
+        return OwnSamples(rows=rows, samples=self.read_samples(captured, rows, turn))
+
+    def read_samples(self, captured: Captured, rows: Sequence[int], turn: int) -> Samples:
+        """Read samples of boxes of this rank."""
+        parts, tensors = captured.components, []
         for row in rows:
             name, key, number = self._rows[row]
             held = parts[name].shards.get(key)
             tensors.append(parts[name].tensors[key] if held is None else held.views[number])
-        return OwnSamples(rows=rows, samples=sample(tensors, turn))
+        return sample(tensors, turn)
 
     def name_of(self, row: int) -> tuple[str, str]:
         """Return component and key of a box."""

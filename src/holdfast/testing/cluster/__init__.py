@@ -12,7 +12,16 @@ events. So a run of 64 ranks takes a second, and can be repeated:
 
 from holdfast.testing.cluster.network import Faults
 from holdfast.testing.cluster.ranks import RankOutcome
+from holdfast.testing.cluster.scale import SaveCosts, measure_saves
 from holdfast.testing.cluster.simulation import Simulation, simulate
 from holdfast.testing.cluster.state import Cluster
 
-__all__ = ["Cluster", "Faults", "RankOutcome", "Simulation", "simulate"]
+__all__ = [
+    "Cluster",
+    "Faults",
+    "RankOutcome",
+    "SaveCosts",
+    "Simulation",
+    "measure_saves",
+    "simulate",
+]

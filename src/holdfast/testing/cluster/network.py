@@ -38,8 +38,8 @@ _FAST_S = 0.001
 """Median seconds that an operation of the store, or a message, takes."""
 _LONGEST = 4.0
 """Longest stop and cut, in deadlines of a save."""
-_ID = re.compile(r"-[0-9a-f]{8}\b|\b[0-9a-f]{32}\b")
-"""Random parts of names, which a seed does not decide."""
+_ID = re.compile(r"-[0-9a-f]{8}\b|\b[0-9a-f]{32}\b|\d{4}-\d\d-\d\dT[\d:+]+")
+"""Random parts of names, and times of the real clock: a seed does not decide them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +137,6 @@ class Network:
     def __init__(self, processes: list[VirtualProcess], *, ranks_per_host: int) -> None:
         self.processes = processes
         self.clock = processes[0].clock
-        self.nbytes_of_leader = 0
-        """Bytes of messages that the leader has received and sent, each for every follower."""
         self._ranks_per_host = ranks_per_host
         self._cut_until_s: defaultdict[int, float] = defaultdict(float)
         """End of the cut of each host."""
@@ -171,7 +169,6 @@ class Network:
         def deliver() -> None:
             # A rank that posts and then fails may be heard in either order: the first one counts.
             self._posts[tag].setdefault(rank, said)
-            self.nbytes_of_leader += len(said) if isinstance(said, bytes) else 0
             self.clock.notify((id(self), tag))
 
         return self.send(rank, LEADER, deliver)
@@ -181,7 +178,6 @@ class Network:
 
         def deliver() -> None:
             self._heard[rank][tag] = said
-            self.nbytes_of_leader += len(said) if isinstance(said, bytes) else 0
             self.clock.notify((id(self), tag, rank))
 
         return self.send(LEADER, rank, deliver)
@@ -260,7 +256,7 @@ class VirtualCoordinator(Coordinator):
     def fail(self, tag: str, failure: RankFailure, *, timeout_s: float) -> None:
         self._process.begin_operation(f"fails in {tag!r}: {failure.reason}")
         if self.is_leader:
-            self._announce_all(tag, failure)
+            self._announce_all(tag, [failure] * self.world_size)
         else:
             self._network.post(tag, self.rank, failure)
 
@@ -281,15 +277,15 @@ class VirtualCoordinator(Coordinator):
         self.expect_leader()
         self.check_tag_unused("announce", tag)
         self._process.begin_operation(f"announces {tag!r}")
-        self._expect_sent(self._announce_all(tag, data), tag, timeout_s)
+        messages = [data] * self.world_size
+        self._expect_sent(self._announce_all(tag, messages), tag, timeout_s)
 
     @override
     def announce_each(self, tag: str, messages: Sequence[bytes], *, timeout_s: float) -> None:
         self.expect_leader()
         self.check_tag_unused("announce", tag)
         self._process.begin_operation(f"announces {tag!r} to each")
-        sent = [self._network.announce(tag, rank, messages[rank]) for rank in self._followers]
-        self._expect_sent(any(sent) or not sent, tag, timeout_s)
+        self._expect_sent(self._announce_all(tag, messages), tag, timeout_s)
 
     @override
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
@@ -302,13 +298,10 @@ class VirtualCoordinator(Coordinator):
             raise RanksFailed(tag, {LEADER: said})
         return said
 
-    def _announce_all(self, tag: str, said: bytes | RankFailure) -> bool:
-        sent = [self._network.announce(tag, rank, said) for rank in self._followers]
+    def _announce_all(self, tag: str, messages: Sequence[bytes | RankFailure]) -> bool:
+        ranks = range(1, self.world_size)
+        sent = [self._network.announce(tag, rank, messages[rank]) for rank in ranks]
         return any(sent) or not sent
-
-    @property
-    def _followers(self) -> range:
-        return range(1, self.world_size)
 
     def _expect_sent(self, is_sent: bool, tag: str, timeout_s: float) -> None:
         """Raise, in half of the cases, for a message that does not arrive in time."""

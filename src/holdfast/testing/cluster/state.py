@@ -18,7 +18,7 @@ from holdfast.errors import UsageError
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.objects import document
 from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
-from holdfast.saving.shard_plan import OwnSamples, OwnShare
+from holdfast.saving.shard_plan import OwnShare
 from holdfast.staging.interfaces import KnownFile, Staged, StagedContent, StagingTransfer
 from holdfast.state.capture.capture import Captured
 from holdfast.state.components import CapturedComponent
@@ -95,6 +95,18 @@ class Cluster:
         """Tree of the model, the same on all ranks."""
         nodes = {spec.key: spec.nbytes for spec in self.specs}
         return document(nodes).data
+
+    def list_boxes(
+        self, rank: int
+    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
+        """Yield name and shape of each tensor of a rank, and offsets and sizes of its box."""
+        shards = _Shards(self, rank % self.num_shards)
+        for spec in self.specs:
+            held = shards.get(spec.key)
+            if held is None:
+                yield spec.key, spec.shape, (0,) * len(spec.shape), spec.shape
+            else:
+                yield spec.key, held.shape, *held.boxes[0]
 
     def capture_rank(self, rank: int) -> Captured:
         """Return the state of one rank, as it is captured for a save."""
@@ -178,10 +190,8 @@ class VirtualShare(OwnShare):
         super().__init__(captured, rank, f"{host}-{rank // layout.ranks_per_host}")
 
     @override
-    def sample(self, captured: Captured, rows: Sequence[int], turn: int) -> OwnSamples:
-        rows = [row for row in rows if self.name_of(row)[0] != GENERATORS]
-        samples = Samples(joined=memoryview(bytes(len(rows))), ends=range(len(rows) + 1))
-        return OwnSamples(rows=rows, samples=samples)
+    def read_samples(self, captured: Captured, rows: Sequence[int], turn: int) -> Samples:
+        return Samples(joined=memoryview(bytes(len(rows))), ends=range(len(rows) + 1))
 
 
 def bytes_at(step: int) -> ContentOf:
