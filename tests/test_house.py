@@ -81,7 +81,7 @@ _FEWER_PARTS = "Do less in this call, or in fewer modules"
 SOURCE = (
     Limit("lines of src", 110_500, _SMALLER, reason="indexes in parts, simulated clusters, memory"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 63_200, _SMALLER, reason="indexes in parts, tiers, staged memory"),
+    Limit("lines of the core", 63_800, _SMALLER, reason="indexes in parts, tiers, staged memory"),
     Limit(
         "modules",
         412,
@@ -184,7 +184,7 @@ RUNS = (
     ),
     Limit(
         "resume: lines run",
-        3_280,
+        3_320,
         _FEWER_PARTS,
         reason="an index in parts, blocks in shared memory",
     ),

@@ -61,6 +61,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("coordinator",),
         (
             "exchange",
+            "liveness",
             "messages",
         ),
         ("c10d",),

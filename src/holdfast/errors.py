@@ -339,10 +339,13 @@ class RanksFailed(RanksError):
 class RanksSilent(RanksError, DeadlineExceeded):
     """Some ranks did not answer by the deadline, or have ended; `ranks` lists them."""
 
-    def __init__(self, what: str, ranks: Sequence[int], *, why: str = "") -> None:
+    def __init__(
+        self, what: str, ranks: Sequence[int], *, lost: tuple[str, str] | None = None
+    ) -> None:
         self.ranks = list(ranks)
-        if why:
-            super().__init__(f"{what}: nothing came from {name_ranks(ranks)}: {why}")
+        if lost is not None:
+            phase, why = lost
+            super().__init__(f"{what}: nothing came from {name_ranks(ranks)}, in {phase}: {why}")
             return
         super().__init__(
             f"{what}: nothing came by the deadline from {name_ranks(ranks)}. Every rank must call "

@@ -373,8 +373,8 @@ class CheckpointManager(Marking):
         """
         self._loads.expect_ready("resume")
         if in_place is None:
-            is_alone = self._session.ranks.world_size == 1
-            in_place = is_alone and which == "latest" and self._session.is_unused
+            is_first = which == "latest" and self._session.is_unused
+            in_place = is_first and not self._session.applier.is_sharing
         options = LoadOptions(
             edit=self._session.hooks.edit_load,
             in_place=in_place,

@@ -68,6 +68,17 @@ def user_number() -> int:
     return os.geteuid() if hasattr(os, "geteuid") else 0
 
 
+def most_open_files() -> int:
+    """Return how many files this process may open; a large number if that is not limited."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if 0 <= limit < sys.maxsize:
+            return limit
+    return sys.maxsize
+
+
 def private_memory(nbytes: int, *, is_wiped_on_fork: bool = False) -> mmap.mmap:
     """Allocate page-aligned private memory, at least one byte, in huge pages where possible.
 

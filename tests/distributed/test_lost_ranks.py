@@ -11,6 +11,7 @@ import signal
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import partial
+from itertools import count
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -23,18 +24,22 @@ from typing_extensions import override
 
 from allranks import Member
 from distributed.run import run_ranks
-from holdfast import CheckpointManager, errors, manager
+from holdfast import CheckpointManager, errors
 from holdfast.control import exits
 from holdfast.events import Event
 from holdfast.maintenance.verify import verify
+from holdfast.ownership.process import this_process
 from holdfast.ranks import c10d, coordinator
 from holdfast.ranks.c10d import C10d
+from holdfast.ranks.coordinator import Processes
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import BlockWriter, Buffer, WrappedStore
 from holdfast.store.local import LocalStore
 
 NUM_RANKS = 3
 DEADLINE_S = 4.0
+HOUR_S = 3600.0
+"""Deadline that no test reaches."""
 PLACES = {
     "write": "step-00000002*.safetensors",
     "index": "step-00000002*/index.json",
@@ -147,17 +152,21 @@ LOADS = {"read": "step-00000001*/model*.safetensors", "claim": "writers/*", "app
 
 
 class Lost(nn.Linear):
-    """A module that sends its process a signal when its part of a load is applied."""
+    """A module that sends its process a signal when its part of a load is applied.
+
+    Its code is tried once before that (decision 0055).
+    """
 
     def __init__(self, how: signal.Signals | None) -> None:
         super().__init__(2, 2)
         self.how = how
+        self.calls = count(1)
 
     def get_extra_state(self) -> dict[str, int]:
         return {"version": 1}
 
     def set_extra_state(self, state: dict[str, int]) -> None:
-        if self.how is not None:
+        if next(self.calls) == 2 and self.how is not None:
             os.kill(os.getpid(), self.how)
 
 
@@ -273,21 +282,109 @@ def test_a_stopped_rank_is_named_and_waited_for(odd: int, tmp_path: Path) -> Non
     assert run_ranks(NUM_RANKS, save) == ["committed"] * NUM_RANKS
 
 
-def lose_one_of_another_host(odd: int, root: Path, rank: int) -> str:
-    """Each rank is on a host of its own, as far as the others know; `odd` is killed."""
-    c10d.LOOK_S, c10d.BEAT_S, c10d.LOST_S = 0.2, 0.1, 3.0
+def be_on_another_host(rank: int) -> Processes:
+    """Let each rank be on a host of its own, as far as the others know."""
     name = f"node{rank}"
-    own = msgspec.structs.replace(manager.this_process(), host=name, boot_id=name)
-    manager.this_process = lambda: own
-    return save_beside_one_that_is(signal.SIGKILL, odd, root, rank)
+    own = msgspec.structs.replace(this_process(), host=name, boot_id=name)
+    return Processes(own=own, has_ended=lambda process: False)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_killed_rank_of_another_host_is_named_by_its_silence(odd: int, tmp_path: Path) -> None:
-    lose = partial(lose_one_of_another_host, odd, tmp_path / "run")
-    said = run_ranks(NUM_RANKS, lose, lost=[odd])
+def lose_in_a_save(root: Path, odd: int, place: str, after: bool, rank: int) -> str:
+    """Save step 2, in which rank `odd` is killed; no deadline ends within the test."""
+    ranks = C10d.of_default_group(processes=be_on_another_host(rank))
+    member = Member(ranks)
+    if rank == odd:
+        (root.parent / f"pid{odd}").write_text(f"{os.getpid()}")
+    view = Losing(root, PLACES[place], signal.SIGKILL, after=after) if rank == odd else root
+    manager = member.manager(view, save_timeout_s=HOUR_S)
+    member.train()
+    manager.save(1).wait(60)
+    try:
+        manager.save(2).wait(100)
+    except errors.HoldfastError as error:
+        said = f"{error} {error.__cause__}"
+    else:
+        said = "committed"
+    exits.unregister(manager)
+    return said.replace((root.parent / f"pid{odd}").read_text(), "PID")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "odd", "place", "after", "phase"),
+    [
+        (2, 1, "write", False, "writing"),
+        *(
+            pytest.param(num_ranks, odd, *rest, marks=pytest.mark.full)
+            for num_ranks in (2, 4)
+            for odd, *rest in (
+                (num_ranks - 1, "write", False, "writing"),
+                (0, "write", False, "committing"),
+                (0, "index", False, "committing"),
+                (0, "commit", False, "committing"),
+                (0, "commit", True, "committing"),
+            )
+            if (num_ranks, odd) != (2, 1)
+        ),
+    ],
+)
+def test_a_rank_of_another_host_that_is_killed_in_a_save_is_named_with_its_phase(
+    num_ranks: int, odd: int, place: str, after: bool, phase: str, tmp_path: Path
+) -> None:
+    lose = partial(lose_in_a_save, tmp_path / "run", odd, place, after)
+    said = run_ranks(num_ranks, lose, lost=[odd])
+    for rank, one in enumerate(said):
+        if rank == odd:
+            continue
+        if after:
+            assert one == "committed"
+        else:
+            assert f"rank {odd}, in {phase}: process PID on node{odd} has ended" in str(one), said
+
+
+def lose_in_a_load(root: Path, odd: int, place: str, rank: int) -> str:
+    """Save step 1, and resume, in which rank `odd` is killed."""
+    ranks = C10d.of_default_group(processes=be_on_another_host(rank))
+    member, is_odd = Member(ranks), rank == odd
+    extra = Lost(signal.SIGKILL if is_odd and place == "apply" else None)
+    member.train()
+    state = {**member.state, "extra": extra}
+    with member.manager(root, state=state) as manager:
+        manager.save(1).wait(60)
+    (root.parent / f"pid{rank}").write_text(f"{os.getpid()}")
+    view = Losing(root, LOADS[place], signal.SIGKILL, after=False) if is_odd else LocalStore(root)
+    manager = member.manager(view, state=state, save_timeout_s=HOUR_S)
+    said = "loaded"
+    try:
+        manager.resume()
+    except errors.HoldfastError as error:
+        said = f"{error} {error.__cause__}"
+    exits.unregister(manager)
+    return said.replace((root.parent / f"pid{odd}").read_text(), "PID")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "odd", "place", "phase"),
+    [
+        (2, 0, "read", "reading"),
+        *(
+            pytest.param(num_ranks, odd, *rest, marks=pytest.mark.full)
+            for num_ranks in (2, 4)
+            for odd, *rest in (
+                (num_ranks - 1, "read", "reading"),
+                (num_ranks - 1, "apply", "applying"),
+                (0, "read", "reading"),
+                (0, "claim", "reading"),
+                (0, "apply", "applying"),
+            )
+            if (num_ranks, odd, rest[0]) != (2, 0, "read")
+        ),
+    ],
+)
+def test_a_rank_of_another_host_that_is_killed_in_a_load_is_named_with_its_phase(
+    num_ranks: int, odd: int, place: str, phase: str, tmp_path: Path
+) -> None:
+    lose = partial(lose_in_a_load, tmp_path / "run", odd, place)
+    said = run_ranks(num_ranks, lose, lost=[odd])
     for rank, one in enumerate(said):
         if rank != odd:
-            assert f"rank {odd}" in str(one), said
-            assert f"process PID on node{odd} has shown no sign of life" in str(one), said
+            assert f"rank {odd}, in {phase}: process PID on node{odd} has ended" in str(one), said

@@ -161,6 +161,25 @@ def test_random_boxes_come_back_whole_and_in_parts(
         assert bits(whole[key]) == bits(value), key
 
 
+@pytest.mark.parametrize(
+    ("rows", "is_read_late"), [((8, 16), True), ((10, 12), True), ((4, 12), False)]
+)
+def test_a_box_that_is_contiguous_in_a_file_is_read_into_the_live_tensor(
+    rows: Span, is_read_late: bool, tmp_path: Path
+) -> None:
+    values = {"w": torch.arange(64 * 1024, dtype=torch.float32).reshape(64, 1024)}
+    folder = saved(tmp_path, values)
+    cuts = {"w": [Box((8 * row, 0), (8, 1024)) for row in range(8)]}
+    reshard(folder, {"tree": cuts}, num_writers=2)
+    spans: list[list[Span]] = [[rows], [(0, 1024)]]
+    with reader(folder) as (tensors, _):
+        found = tensors.unread({"tree": ["w"]}, {"tree": {"w": held((64, 1024), spans)}})
+        box = found["tree"]["w"]
+        assert isinstance(box, Tensor) != is_read_late
+        box = box if isinstance(box, Tensor) else box.read_tensor()
+    assert bits(box) == bits(expected(values["w"], spans))
+
+
 def test_only_the_blocks_of_held_boxes_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

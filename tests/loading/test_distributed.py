@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from allranks import Breaking, Member, all_of, on_ranks, save_on
 from holdfast import errors
@@ -15,7 +16,7 @@ from holdfast.checkpoints import StateHooks
 from holdfast.ranks.chosen import SingleProcess
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.root.catalog import Catalog
-from holdfast.store.base import Store
+from holdfast.store.base import Store, WrappedStore
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
@@ -155,8 +156,10 @@ def test_a_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(way: str, 
     assert len(store.children("writers")) == claims
 
 
-@pytest.mark.parametrize("odd", [0, 1, 2])
-def test_damage_that_one_rank_reads_makes_all_go_to_the_one_before(odd: int) -> None:
+@pytest.mark.parametrize(("odd", "in_place"), diagonal([0, 1, 2], [None, False]))
+def test_damage_that_one_rank_reads_makes_all_go_to_the_one_before(
+    odd: int, in_place: bool | None
+) -> None:
     store = MemoryStore()
     (bits, *_) = save_on(3, MemoryStore(), [1])
     save_on(3, store, [1, 2])
@@ -166,11 +169,63 @@ def test_damage_that_one_rank_reads_makes_all_go_to_the_one_before(odd: int) -> 
 
     def work(member: Member) -> tuple[int, bool, list[str]]:
         with member.manager(views[member.rank]) as manager:
-            found = manager.resume()
+            found = manager.resume(in_place=in_place)
             assert found is not None
         return found.step, member.bits() == bits, [folder for folder, _ in found.rejected]
 
     assert all_of(on_ranks(3, work)) == [(1, True, [damaged])] * 3
+    assert f"{damaged}/rejected.json" in {found.key for found in store.list()}
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_ranks_with_nothing_usable_left_are_mixed_until_a_whole_load(odd: int) -> None:
+    store = MemoryStore()
+    save_on(2, store, [1])
+    flip = Fault(kind="flip", op="read_into", key="*/model*.safetensors", times=None)
+
+    def work(member: Member) -> tuple[str, str]:
+        view = FaultyStore(store, [flip] if member.rank == odd else [])
+        with member.manager(view) as manager:
+            with pytest.raises(errors.HoldfastError) as caught:
+                manager.resume()
+            with pytest.raises(errors.ManagerUnusable, match="half loaded") as unusable:
+                manager.save(2)
+        return str(caught.value), str(unusable.value)
+
+    for said, unusable in all_of(on_ranks(2, work)):
+        assert "none can be used. The state is mixed" in said
+        assert newest(store) in unusable
+
+
+class ClaimedFirst(WrappedStore):
+    """Notes for each read of the model whether the second claim of the run was there."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.claimed: set[bool] = set()
+
+    @override
+    def read_into(self, key: str, start: int, buffer: memoryview, **options: Any) -> None:
+        if "model" in key and key.endswith(".safetensors"):
+            self.claimed.add("writers/00000002.json" in {one.key for one in self.inner.list()})
+        self.inner.read_into(key, start, buffer, **options)
+
+
+@pytest.mark.parametrize("in_place", [None, False])
+def test_the_first_resume_of_ranks_reads_tensors_once_the_run_is_claimed(
+    in_place: bool | None,
+) -> None:
+    store = MemoryStore()
+    (bits, *_) = save_on(2, store, [1])
+
+    def work(member: Member) -> set[bool]:
+        view = ClaimedFirst(store)
+        with member.manager(view) as manager:
+            manager.resume(in_place=in_place)
+        assert member.bits() == bits
+        return view.claimed
+
+    assert all_of(on_ranks(2, work)) == [{in_place is None}] * 2
 
 
 def test_a_rank_that_cannot_read_for_a_moment_makes_no_checkpoint_damaged() -> None:

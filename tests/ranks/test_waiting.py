@@ -162,7 +162,7 @@ def test_followers_of_a_leader_that_has_ended_do_not_wait_for_it() -> None:
     ended: set[int] = set()
     ranks = met(["a", "a"], ended)
     ended.add(0)
-    with pytest.raises(RanksSilent, match="from rank 0: process 0 on a has ended"):
+    with pytest.raises(RanksSilent, match="from rank 0, in its script: process 0 on a has ended"):
         ranks[1].hear("outcome", timeout_s=1800, watch=Watch(print, "save of step 1"))
 
 

@@ -30,7 +30,7 @@ from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.remote.opening import SCHEMES
-from holdfast.system import IS_LINUX, PROC
+from holdfast.system import IS_LINUX, PROC, most_open_files
 
 T = TypeVar("T")
 Status = Literal["ok", "warn", "fail"]
@@ -143,13 +143,12 @@ def _make_failure(check: str, found: str, do: str) -> CheckResult:
 
 def _machine() -> Iterator[CheckResult]:
     yield _ok("python", f"{platform.python_version()} on {platform.system()}")
+    if (open_files := most_open_files()) < _LEAST_OPEN_FILES:
+        text = f"a process may open {open_files} files"
+        yield _make_warning("open files", text, f"ulimit -n {_LEAST_OPEN_FILES * 4}")
     with suppress(ImportError, OSError, ValueError):
         import resource
 
-        open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 0 <= open_files < _LEAST_OPEN_FILES:
-            text = f"a process may open {open_files} files"
-            yield _make_warning("open files", text, f"ulimit -n {_LEAST_OPEN_FILES * 4}")
         file_nbytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if file_nbytes not in (resource.RLIM_INFINITY, -1):
             text = f"a file may have {format_nbytes(file_nbytes)} (ulimit -f)"

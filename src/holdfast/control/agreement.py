@@ -28,6 +28,7 @@ _LISTEN_S = 10.0
 """Longest time until the thread of a rank sees that the rank was closed."""
 _RUN_S = 1e8
 """Limit above the duration of any run: three years."""
+_AGREEING = "agreeing on a step to save at"
 _FAIL_S = 5.0
 """Limit on saying that this rank failed, or that there will be no more questions."""
 
@@ -146,12 +147,14 @@ class SaveStepAgreement:
             self._ranks.announce(question, b"where", timeout_s=self._timeout_s)
             self._send_promise(answers)
             # Later answers may be late for another reason: a wish that is not reached yet.
-            watch = Watch(self._warn, "maybe_save", answers if number == 0 else None)
+            watch = Watch(
+                self._warn, "maybe_save", answers if number == 0 else None, phase=_AGREEING
+            )
             found = self._ranks.collect(answers, timeout_s=self._answer_s, watch=watch)
             posts = found.expect_all(answers)
             agreed = _AgreedStep(max(decode_message(post, int, answers) for post in posts), wish)
         except HoldfastError as error:
-            failure = RankFailure.from_error(error, phase="agreeing on a step to save at")
+            failure = RankFailure.from_error(error, phase=_AGREEING)
             with suppress(HoldfastError):
                 self._ranks.fail(place, failure, timeout_s=_FAIL_S)
             raise
@@ -173,7 +176,7 @@ class SaveStepAgreement:
             except RanksSilent:
                 continue  # nothing is asked
         self._send_promise(answers)
-        watch = Watch(self._warn, "maybe_save")
+        watch = Watch(self._warn, "maybe_save", phase=_AGREEING)
         said = self._ranks.hear(place, timeout_s=self._timeout_s, watch=watch)
         self._set_agreed(decode_message(said, _AgreedStep, place))
         return True
@@ -184,7 +187,7 @@ class SaveStepAgreement:
 
     def _send_promise(self, tag: str) -> None:
         if self._has_ended:
-            failure = RankFailure("agreeing on a step to save at", "its manager was closed")
+            failure = RankFailure(_AGREEING, "its manager was closed")
             self._ranks.fail(tag, failure, timeout_s=_FAIL_S)
         else:
             data = msgspec.msgpack.encode(self._promise())

@@ -23,6 +23,9 @@ from holdfast.store.base import Store
 class CheckpointApplier:
     """Loads checkpoints into the live state of one manager, whose `owner` claims the run."""
 
+    is_sharing = False
+    """Whether ranks read blocks for each other, which needs fresh memory."""
+
     def __init__(self, store: Store, owner: Ownership, emit: Emitter) -> None:
         self._store = store
         self._owner = owner

@@ -215,8 +215,8 @@ class Assembly:
                 shape = spec.shape if local is None else local.local_shape
                 self._targets.append((component, spec, shape))
             files += table.files
-        counts = [len(of_tensor.start) for of_tensor in pieces]
-        self._owner = np.repeat(np.arange(len(pieces)), counts).tolist()
+        self._counts = [len(of_tensor.start) for of_tensor in pieces]
+        self._owner = np.repeat(np.arange(len(pieces)), self._counts).tolist()
         self._strides = [row for of_tensor in pieces for row in of_tensor.strides.tolist()]
         self._sizes = [row for of_tensor in pieces for row in of_tensor.sizes.tolist()]
         self._at = [at for of_tensor in pieces for at in of_tensor.at.tolist()]
@@ -237,6 +237,29 @@ class Assembly:
         """The tensor files that hold the pieces."""
         numbers = np.flatnonzero(np.bincount(self.places.file)).tolist()
         return [self.places.files[number] for number in numbers]
+
+    def find_adjacent(self) -> dict[str, dict[str, Wanted]]:
+        """Return the tensors of each component by file, with the specs of what is held of them.
+
+        Only of components in which the bytes of each tensor follow each other in one file.
+        """
+        rows: dict[str, dict[str, list[tuple[TensorSpec, int, int]]]] = {}
+        apart, number = set[str](), 0
+        for (component, spec, shape), count in zip(self._targets, self._counts, strict=True):
+            held = TensorSpec(spec.key, spec.dtype, shape)
+            files = rows.setdefault(component, {})
+            if count == 1 and self.is_run[number] and self.places.nbytes[number] == held.nbytes:
+                file = self.places.files[self.places.file[number]]
+                row = held, int(self.places.start[number]), held.nbytes
+                files.setdefault(file, []).append(row)
+            else:
+                apart.add(component)
+            number += count
+        return {
+            component: {file: _tabulate_rows(component, of_file) for file, of_file in files.items()}
+            for component, files in rows.items()
+            if component not in apart
+        }
 
     def allocate(self) -> dict[str, dict[str, Tensor]]:
         """Allocate the tensors, by component and key, with undefined values."""
@@ -357,6 +380,12 @@ def _strides(sizes: Column) -> Column:
 
 def _bits_of(spec: TensorSpec) -> str:
     return _BITS[ITEM_NBYTES[spec.dtype]]
+
+
+def _tabulate_rows(component: str, rows: Sequence[tuple[TensorSpec, int, int]]) -> Wanted:
+    specs, *columns = zip(*rows, strict=True)
+    start, nbytes = (np.array(column, np.int64) for column in columns)
+    return Wanted(component=component, specs=specs, start=start, nbytes=nbytes)
 
 
 def _empty(spec: TensorSpec, shape: Sequence[int]) -> Tensor:

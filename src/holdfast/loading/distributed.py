@@ -23,6 +23,7 @@ from holdfast.errors import (
     MismatchError,
     RanksError,
     RanksFailed,
+    StoreError,
     TransientStoreError,
     is_damage,
 )
@@ -34,6 +35,7 @@ from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
 from holdfast.ranks.coordinator import GRACE_S, Coordinator, RankFailure, Watch, decode_message
 from holdfast.root.catalog import Entry
+from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.store.base import Store
 
 _FAIL_S = 5.0
@@ -65,6 +67,9 @@ class _Apply(msgspec.Struct, frozen=True, tag="apply"):
     """(folder, reason) of each checkpoint that was skipped."""
     untaken: tuple[str, ...] = ()
     """Leaves of the checkpoint that no rank takes, as a load that is not strict allows."""
+
+
+_Note: TypeAlias = _Read | _Turns | _Apply
 
 
 class _Call(msgspec.Struct, frozen=True, tag="call"):
@@ -138,11 +143,13 @@ class _RanksApplying(CheckpointApplier):
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._exchange = ranks.exchange(timeout_s=timeout_s) if broadcasts else None
+        self.is_sharing = broadcasts
         self._exchange_end = 0.0
         """When the last exchange of blocks of this load is over, in monotonic seconds; 0: none."""
         self._manager = ranks.number()
         self._num_loads = 0
         self._call = _Call("load", {})
+        self._is_applying = False
         self._has_begun = False
         """Whether `apply` was reached in this load."""
         self._num_messages = 0
@@ -177,6 +184,7 @@ class _RanksApplying(CheckpointApplier):
         self._call = _Call(method, dict(arguments))
         self._num_loads += 1
         self._num_messages = 0
+        self._is_applying = False
         self._has_begun = False
         self._exchange_end = 0.0
         try:
@@ -191,7 +199,7 @@ class _RanksApplying(CheckpointApplier):
 
     def _leave_exchange(self) -> None:
         """Take part in no exchange any more, after one whose connections may have been closed."""
-        self._exchange = None
+        self._exchange, self.is_sharing = None, False
         self._emit(
             "warning",
             f"{self._store.url}: ranks were lost while they exchanged blocks. From now on this "
@@ -220,11 +228,35 @@ class _RanksApplying(CheckpointApplier):
     def _make_watch(self) -> Watch:
         """Watch a wait for ranks, of which some may not have called it before message 1."""
         begins = self._tag_of(0) if self._num_messages < 2 else None
-        return Watch(partial(self._emit, "warning"), f"{self._call.method}()", begins)
+        phase = (
+            "reading" if self._num_messages > (not self._ranks.is_leader) else "beginning the load"
+        )
+        return Watch(
+            partial(self._emit, "warning"),
+            f"{self._call.method}()",
+            begins,
+            phase="applying" if self._is_applying else phase,
+        )
+
+    @override
+    def _apply_candidate(self, candidate: LoadCandidate) -> None:
+        self._is_applying = True
+        super()._apply_candidate(candidate)
 
     def _post(self, said: _Answer | _Needs | _Call) -> None:
         data = msgspec.msgpack.encode(said)
         self._ranks.post(self._message_tag, data, timeout_s=self._timeout_s)
+
+    def _try_reading(self, candidate: LoadCandidate) -> StoreError | CorruptData | None:
+        """Apply a checkpoint; return why a load in place could not read it, or None."""
+        try:
+            self._apply_candidate(candidate)
+        except OpaqueLoadFailed as error:
+            cause = candidate.cause_of(error)
+            if cause is None:
+                raise
+            return cause
+        return None
 
     def _answer_of(self, error: BaseException) -> _Answer:
         kind: _Kind = "failed"
@@ -343,15 +375,26 @@ class LeaderLoad(_RanksApplying):
     @override
     def _try_apply(self, candidate: LoadCandidate, search: Search) -> bool:
         self._announce_note(self._apply_note(search))
-        self._apply_candidate(candidate)
+        failure = self._try_reading(candidate)
+        folder = candidate.entry.folder
         try:
-            self._post(_Answer("ready"))
+            if failure is None:
+                self._after(_Answer("ready"))
+                self._announce_note(self._apply_note(search))
+                return True
+            self._post(self._answer_of(failure))
             self._collected()
-            self._announce_note(self._apply_note(search))
+        except (CorruptData, TransientStoreError) as error:
+            failure = error
         except BaseException as error:
-            self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
+            self.half_loaded = f"loading {folder} failed on another rank: {error}"
             raise
-        return True
+        self.half_loaded = f"loading {folder} failed: {failure}"
+        may_retry = search.record_failure(failure, cause=failure)
+        self._emit_skipped(search)
+        if not may_retry:
+            raise failure
+        return False
 
     def _apply_note(self, search: Search) -> _Apply:
         claim, candidate = self._owner.claim, search.candidate
@@ -362,7 +405,7 @@ class LeaderLoad(_RanksApplying):
             () if candidate is None else candidate.prepared.untaken,
         )
 
-    def _announce_note(self, note: _Read | _Turns | _Apply) -> None:
+    def _announce_note(self, note: _Note) -> None:
         data = msgspec.msgpack.encode(note)
         tag = self._tag_of(self._num_messages + 1)
         self._ranks.announce(tag, data, timeout_s=self._timeout_s)
@@ -418,33 +461,39 @@ class FollowingApplying(_RanksApplying):
         phase = "reading"
         try:
             self._post(self._call)
-            note, answer = (
-                self._receive_note(),
-                _Answer("failed", "the leader has named no checkpoint"),
-            )
-            while not isinstance(note, _Apply):
-                try:
-                    if isinstance(note, _Read):
-                        self._unread = None
-                        answer = self._read_named_by_leader(search, note)
-                    self._post(answer)  # again after turns of others, when this rank is done
-                    note = self._receive_note(self._limit_s(self._unread))
-                except _Interrupted as other:
-                    note = other.note
-            self._adopt(note, search)
-            if note.folder is None:
-                search.candidate = None
-                return None
-            candidate = search.candidate
-            assert candidate is not None, "the leader applies what all have read"
-            phase = "applying"
-            self._apply_jointly(candidate)
-            return candidate
+            note = self._receive_note()
+            while True:
+                order = self._read_until_ordered(search, note)
+                self._adopt(order, search)
+                if order.folder is None:
+                    search.candidate = None
+                    return None
+                candidate = search.candidate
+                assert candidate is not None, "the leader applies what all have read"
+                phase = "applying"
+                note = self._apply_jointly(candidate)
+                if isinstance(note, _Apply):
+                    return candidate
+                phase = "reading"
         except RanksFailed:
             raise
         except BaseException as error:
             self._send_failure(self._message_tag, error, phase)
             raise
+
+    def _read_until_ordered(self, search: Search, note: _Note) -> _Apply:
+        """Read what the leader names, until it orders to apply the last."""
+        answer = _Answer("failed", "the leader has named no checkpoint")
+        while not isinstance(note, _Apply):
+            try:
+                if isinstance(note, _Read):
+                    self._unread = None
+                    answer = self._read_named_by_leader(search, note)
+                self._post(answer)  # again after turns of others, when this rank is done
+                note = self._receive_note(self._limit_s(self._unread))
+            except _Interrupted as other:
+                note = other.note
+        return note
 
     def _read_named_by_leader(self, search: Search, note: _Read) -> _Answer:
         try:
@@ -476,21 +525,25 @@ class FollowingApplying(_RanksApplying):
         if search.candidate is not None:
             search.candidate.prepared.note_untaken(note.untaken)
 
-    def _apply_jointly(self, candidate: LoadCandidate) -> None:
-        """Apply a checkpoint, and wait until all ranks have."""
-        self._apply_candidate(candidate)
+    def _apply_jointly(self, candidate: LoadCandidate) -> _Note:
+        """Apply a checkpoint, and wait until all ranks have, or one could not read it."""
+        failure = self._try_reading(candidate)
+        why = "failed on another rank" if failure is None else f"failed: {failure}"
         try:
-            self._post(_Answer("ready"))
-            self._receive_note()
+            self._post(_Answer("ready") if failure is None else self._answer_of(failure))
+            note = self._receive_note()
         except BaseException as error:
-            self.half_loaded = f"loading {candidate.entry.folder} failed on another rank: {error}"
+            self.half_loaded = f"loading {candidate.entry.folder} {why}: {error}"
             raise
+        if not isinstance(note, _Apply):
+            self.half_loaded = f"loading {candidate.entry.folder} {why}"
+        return note
 
-    def _receive_note(self, timeout_s: float | None = None) -> _Read | _Turns | _Apply:
+    def _receive_note(self, timeout_s: float | None = None) -> _Note:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._num_messages += 1
-        kind: Any = _Read | _Turns | _Apply
-        note: _Read | _Turns | _Apply = decode_message(
+        kind: Any = _Note
+        note: _Note = decode_message(
             self._ranks.hear(
                 self._message_tag, timeout_s=timeout_s + GRACE_S, watch=self._make_watch()
             ),

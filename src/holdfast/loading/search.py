@@ -352,11 +352,6 @@ class CheckpointSearch:
                         raise
         raise NoCheckpoint(f"{catalog.store.url}: {which!r} was deleted while it was read")
 
-    def switch_tier(self, candidate: LoadCandidate, error: Exception) -> bool:
-        """Switch to the other tier after a read error; return whether that was possible."""
-        cause, folder = candidate.cause_of(error), candidate.entry.folder
-        return cause is not None and is_damage(cause) and self.catalog.switch_tier(folder)
-
     @contextmanager
     def _hold_checkpoint(self, which: str | int) -> Iterator[Entry]:
         if self.holding is None:
@@ -664,21 +659,27 @@ class Search:
                 return False
         return True
 
-    def record_failure(self, error: Exception) -> bool:
+    def record_failure(
+        self, error: Exception, *, cause: StoreError | CorruptData | None = None
+    ) -> bool:
         """Record that the chosen checkpoint could not be read; return whether to choose again.
 
         The same one is retried first, as errors may be transient; then an older one. Until one is
-        applied, the state may be partly old and partly stored.
+        applied, the state may be partly old and partly stored. `cause` is why one of the
+        ranks that were applying it could not read it.
         """
         if self.candidate is None:
             return False
-        unrestored = self.candidate.prepared.unrestored
-        self._reader.is_mixed |= isinstance(error, OpaqueLoadFailed) or bool(unrestored)
-        cause, folder = self.candidate.cause_of(error), self.candidate.entry.folder
+        is_applying = cause is not None or isinstance(error, OpaqueLoadFailed)
+        self._reader.is_mixed |= is_applying or bool(self.candidate.prepared.unrestored)
+        cause = cause or self.candidate.cause_of(error)
+        if cause is None:
+            return False
+        folder = self.candidate.entry.folder
         is_first = folder not in self._failed
         self._failed.add(folder)
-        if cause is None or self._reader.switch_tier(self.candidate, error):
-            return cause is not None
+        if is_damage(cause) and self._reader.catalog.switch_tier(folder):
+            return True
         if not self._walks or not (is_first or is_damage(cause)):
             return False
         if not is_first:

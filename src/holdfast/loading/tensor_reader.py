@@ -106,15 +106,26 @@ class TensorReader:
     ) -> dict[str, Mapping[str, Stored]]:
         """Return placeholders of the needed tensors, by component and key: read when copied.
 
-        Components with a tensor that is stored as several boxes, or of which only some boxes are
-        needed, are read into fresh memory at once; see `read_tensors`.
+        Components with a tensor whose bytes do not follow each other in one file are read into
+        fresh memory at once; see `read_tensors`.
         """
         lists = {name: [*keys] for name, keys in needed.items()}
-        _, boxed = self._split_needed(lists, shards)
-        by_component = self._group_by_file({n: keys for n, keys in lists.items() if n not in boxed})
+        index, held = self._opened.index, {name: shards.get(name, {}) for name in lists}
+        boxed = {
+            name: {key: held[name].get(key) for key in keys}
+            for name, keys in lists.items()
+            if held[name] or index.components[name].has_boxes
+        }
+        adjacent = Assembly(index, boxed).find_adjacent()
+        for parts in adjacent.values():
+            for file in parts:
+                self._pipeline.register_file(file)
+        whole = {name: keys for name, keys in lists.items() if name not in boxed}
+        by_component = self._group_by_file(whole) | adjacent
         for parts in by_component.values():
             self._unread.update(parts)
-        fresh = self.read_tensors({name: lists[name] for name in boxed}, shards) if boxed else {}
+        apart = {name: lists[name] for name in boxed if name not in adjacent}
+        fresh = self.read_tensors(apart, shards) if apart else {}
         return {**{n: UnreadTensors(self, p) for n, p in by_component.items()}, **fresh}
 
     def verify_all(self) -> None:

@@ -69,6 +69,17 @@ from holdfast.ranks.coordinator import (
     describe_rank,
 )
 from holdfast.ranks.exchange import GroupExchange
+from holdfast.ranks.liveness import (
+    RECONNECT_S,
+    ConnectionEnd,
+    LeaderAddress,
+    LeaderConnection,
+    LeaderListener,
+    RankConnections,
+    describe_problem,
+    stop_at_next_meeting,
+    stop_former,
+)
 from holdfast.ranks.messages import (
     BEAT_A_RANK_S,
     BEAT_S,
@@ -99,6 +110,10 @@ _MEET_S = 60.0
 """Limit on the meeting of ranks that make an exchange."""
 _EXIT_S = 1.0
 _SHORTEST_PAUSE_S = 0.001
+_GLANCE_S = 0.5
+"""Seconds between two looks whether the leader was lost, in a call to the store."""
+_LEADER_KEY = "liveness"
+"""Key of the address at which the leader listens for connections."""
 _NUM_ENDED = "ended"
 """Key of the number of reports of ranks that have ended."""
 _PAUSE_A_RANK_S = 50e-6
@@ -149,8 +164,9 @@ class C10d(Coordinator):
     """Coordinator of the ranks of a process group, through a clone of the group's store.
 
     It works beside the group's collectives, without waiting for them. All ranks make theirs at the
-    same point of the program. `processes` finds ranks of this host that have ended; those of other
-    hosts send heartbeats. With `is_default` they end with torch's default group.
+    same point of the program. With `processes`, ranks that have ended or whose host was lost are
+    noticed: over connections, by processes of this host, and by heartbeats. With `is_default` the
+    heartbeats end with torch's default group.
     """
 
     def __init__(
@@ -188,10 +204,13 @@ class C10d(Coordinator):
         self._next_look_s = 0.0
         """When heartbeats are read next, at the earliest, in monotonic seconds."""
         self._silences = Silences(most_s=2 * self._look_s)
+        self._connections: RankConnections | None = None
         self._is_default = is_default
         self._warn = warn
         absent = [*range(1, world_size)] if self.is_leader else [LEADER]
-        watch = None if warn is None else Watch(warn, "making a manager", "meeting")
+        watch = (
+            None if warn is None else Watch(warn, "making a manager", "meeting", phase="meeting")
+        )
         meet = partial(self._meet, store, absent, time.monotonic() + timeout_s, watch)
         try:
             self._store = self._within(timeout_s, meet)
@@ -239,7 +258,7 @@ class C10d(Coordinator):
 
     def _wait_for_ranks(self, tag: str, timeout_s: float) -> None:
         """Wait until all ranks have come to the same point; warn of ranks that are late."""
-        watch = None if self._warn is None else Watch(self._warn, tag, tag)
+        watch = None if self._warn is None else Watch(self._warn, tag, tag, phase="meeting")
         self.post(tag, b"", timeout_s=timeout_s)
         if not self.is_leader:
             self.hear(tag, timeout_s=timeout_s + GRACE_S, watch=watch)
@@ -254,12 +273,12 @@ class C10d(Coordinator):
     @override
     def post(self, tag: str, data: bytes, *, timeout_s: float) -> None:
         self.check_tag_unused("post", tag)
-        self._within(timeout_s, partial(self._post, tag, data))
+        self._within(timeout_s, partial(self._post, tag, data), tag)
 
     @override
     def fail(self, tag: str, failure: RankFailure, *, timeout_s: float) -> None:
         say = self._put_announcement if self.is_leader else self._post
-        self._within(timeout_s, partial(say, tag, failure))
+        self._within(timeout_s, partial(say, tag, failure), tag)
 
     @override
     def collect(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> Collected:
@@ -286,10 +305,13 @@ class C10d(Coordinator):
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         self.expect_follower()
         hear = partial(self._receive_announcement, tag, time.monotonic() + timeout_s, watch)
+        phase = "" if watch is None else watch.phase
         try:
-            said = self._within(timeout_s, hear)
+            said = self._within(timeout_s, hear, tag if watch else "", phase)
         except _Ended as ended:
-            raise RanksSilent(tag, [LEADER], why=ended.why[LEADER]) from None
+            raise RanksSilent(tag, [LEADER], lost=(phase, ended.why[LEADER])) from None
+        except RanksSilent:
+            raise
         except DeadlineExceeded as error:
             raise RanksSilent(tag, [LEADER]) from error
         if isinstance(said, RankFailure):
@@ -300,6 +322,8 @@ class C10d(Coordinator):
     def close(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.stop()
+        if self._connections is not None:
+            stop_at_next_meeting(self._connections)
         if self.is_leader and self._nonce:
             _ENDED.append((self._nonce, self._rounds))
             self._nonce = ""
@@ -363,7 +387,8 @@ class C10d(Coordinator):
         posts = _take_posts(self._store, tag, self.world_size)
         self._retire(tag, len(posts))
         failed = {rank: said for rank, said in posts.items() if isinstance(said, RankFailure)}
-        lost = {r: RankFailure("its script", why) for r, why in ended.items() if r not in posts}
+        phase = "" if watch is None else watch.phase
+        lost = {r: RankFailure(phase, why) for r, why in ended.items() if r not in posts}
         return Collected(
             came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
             failed={**failed, **lost},
@@ -390,15 +415,29 @@ class C10d(Coordinator):
             for number in range(1, self._store.add(_NUM_ENDED, 0) + 1):
                 if self._store.check([f"ended/{number}"]):
                     ended.add(int(self._store.get(f"ended/{number}")))
-        silent = self._long_silent()
-        lost = {rank for rank in silent if silent[rank] >= LOST_S and rank not in neighbors}
+        silent, connections = self._long_silent(), self._connections
+        unseen = {
+            rank
+            for rank in silent
+            if rank not in neighbors and (connections is None or not connections.is_connected(rank))
+        }
+        lost = {*self._find_lost(), *(rank for rank in unseen if silent[rank] >= LOST_S)}
         if why := {rank: self._end_of(rank) for rank in needed(sorted(ended | lost))}:
             raise _Ended(why)
         return needed(sorted(silent))
 
+    def _find_lost(self, least_s: float = RECONNECT_S) -> Mapping[int, ConnectionEnd]:
+        """Return the ranks whose connections ended at least so many seconds ago."""
+        return {} if self._connections is None else self._connections.find_lost(least_s)
+
     def _end_of(self, rank: int) -> str:
-        process = self._process(rank)
+        process, end = self._known.get(rank), self._find_lost().get(rank)
         which = "its process" if process is None else describe_process(process)
+        if end is not None and end.is_host:
+            return (
+                f"the host of {which} does not answer: it is lost, hangs or cannot be reached over "
+                "the network"
+            )
         silent_s = self._silences.by_rank.get(rank, 0.0)
         if silent_s < LOST_S:
             return f"{which} has ended; look in its log for the reason"
@@ -481,21 +520,60 @@ class C10d(Coordinator):
                 )
 
         if self.is_leader:
-            nonce = self._invite(own, absent, end, look)
+            nonce = secrets.token_hex(16)
+            self._keep_connections(_prefixed(nonce, own), _server_of(store))
+            self._invite(own, nonce, absent, end, look)
             self._delete_ended(own, end)
         else:
             nonce = self._greet_leader(own, end, look)
         met = _prefixed(nonce, own)
         if self._processes is not None:
             met.set(_process_key(self.rank), msgspec.msgpack.encode(self._processes.own))
+        if not self.is_leader:
+            self._keep_connections(met, _server_of(store))
+        stop_former()
         self._nonce = nonce
         return met
 
+    def _keep_connections(self, store: GroupStore, server: tuple[str, int] | None) -> None:
+        """Listen for followers, or connect to the leader, if the store has a server to go by."""
+        if self._processes is None or server is None:
+            return
+        here = present_ranks()
+        local_rank, num_local = here.local_rank, here.local_world_size
+        if here.rank != self.rank:
+            local_rank = num_local = None
+        if self.is_leader:
+            is_one_host = num_local == self.world_size
+            own = self._processes.own
+            try:
+                leading = LeaderListener(self.world_size, server, own, is_one_host=is_one_host)
+            except OSError as error:
+                if self._warn is not None:
+                    self._warn(describe_problem(f"the leader cannot listen for ranks: {error}"))
+                return
+            store.set(_LEADER_KEY, msgspec.msgpack.encode(leading.address))
+            self._connections = leading
+        elif store.check([_LEADER_KEY]):
+            address = decode_message(store.get(_LEADER_KEY), LeaderAddress, "address of the leader")
+            self._known[LEADER] = address.process
+            if address.is_for_first_ranks and local_rank:
+                return
+            self._connections = LeaderConnection(self.rank, address, server[0])
+        else:
+            return
+        weakref.finalize(self, stop_at_next_meeting, self._connections)
+        self._connections.start_watching()
+
     def _invite(
-        self, store: GroupStore, absent: list[int], end: float, look: Callable[[float], None]
-    ) -> str:
+        self,
+        store: GroupStore,
+        nonce: str,
+        absent: list[int],
+        end: float,
+        look: Callable[[float], None],
+    ) -> None:
         """Give a new nonce to each follower that says hello, and take it off `absent`."""
-        nonce = secrets.token_hex(16)
         store.set("leader", nonce.encode())
 
         def are_all_here() -> bool:
@@ -507,7 +585,6 @@ class C10d(Coordinator):
             return not absent
 
         self._await(are_all_here, end, look)
-        return nonce
 
     def _delete_ended(self, store: GroupStore, end: float) -> None:
         """Delete the keys of closed coordinators, which no rank uses any more."""
@@ -519,6 +596,7 @@ class C10d(Coordinator):
                     return
                 _delete_round(former, tag, one, self.world_size)
             if self._processes is not None:
+                former.delete_key(_LEADER_KEY)
                 for rank in range(self.world_size):
                     former.delete_key(_process_key(rank))
                     former.delete_key(_beat_key(rank))
@@ -542,8 +620,13 @@ class C10d(Coordinator):
         store.delete_key(f"welcome/{token}")
         return nonce
 
-    def _within(self, timeout_s: float, job: Callable[[], T]) -> T:
-        """Run a job in another thread, which is left behind if the store holds it for too long."""
+    def _within(
+        self, timeout_s: float, job: Callable[[], T], tag: str = "", phase: str = "its script"
+    ) -> T:
+        """Run a job in another thread, which is left behind if the store holds it for too long.
+
+        With a `tag`, the leader's loss ends it, too: with its host the store may have been lost.
+        """
         if os.getpid() != self._pid:
             raise UsageError(
                 f"process {self._pid} made this coordinator, and process {os.getpid()} is a fork "
@@ -554,9 +637,20 @@ class C10d(Coordinator):
                 f"rank {self.rank}: the time limit passed before this call could send a message to "
                 "the other ranks, because of an earlier wait"
             )
+        connections = self._connections
+        if connections is not None and connections.problem is not None and self._warn is not None:
+            self._warn(connections.problem)
+            connections.problem = None
         future: Future[T] = Future()
+        end = time.monotonic() + timeout_s
         self._threads.start_call(partial(self._do, future, job, timeout_s))
-        if not wait([future], timeout_s).done:
+        while tag and not wait([future], min(max(end - time.monotonic(), 0.0), _GLANCE_S)).done:
+            # The job itself has looked by then, unless the store holds it.
+            if LEADER in self._find_lost(RECONNECT_S + 3 * _GLANCE_S):
+                raise RanksSilent(tag, [LEADER], lost=(phase, self._end_of(LEADER)))
+            if time.monotonic() >= end:
+                break
+        if not wait([future], max(end - time.monotonic(), 0.0)).done:
             raise DeadlineExceeded(
                 f"the store of torch.distributed did not answer within {time_limit(timeout_s)}: "
                 "the process that hosts it, rank 0 or torchrun, is stopped or busy"
@@ -593,7 +687,7 @@ class C10d(Coordinator):
             now = time.monotonic()
             if now >= end:
                 raise DeadlineExceeded("nothing came by the deadline")
-            if look is not None and now >= next_look:
+            if look is not None and (now >= next_look or self._find_lost()):
                 next_look = now + LOOK_S
                 look(now - begin)
             pause_s = min(max(least_s, (now - begin) / 8), _LONGEST_PAUSE_S)
@@ -608,11 +702,23 @@ class _Ended(Exception):
         self.why = why
 
 
-def _grows(store: TorchStore) -> bool:
-    """Whether a store keeps each value that was ever set, as one in a file does."""
+def _innermost(store: TorchStore) -> TorchStore:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return isinstance(store, dist.FileStore)  # type: ignore[attr-defined]
+    return store
+
+
+def _grows(store: TorchStore) -> bool:
+    """Whether a store keeps each value that was ever set, as one in a file does."""
+    return isinstance(_innermost(store), dist.FileStore)  # type: ignore[attr-defined]
+
+
+def _server_of(store: TorchStore) -> tuple[str, int] | None:
+    """Return host and port of the server of a store; None if it has none."""
+    inner = _innermost(store)
+    if not isinstance(inner, dist.TCPStore):  # type: ignore[attr-defined]
+        return None
+    return inner.host, inner.port
 
 
 def _send_beat(store: GroupStore, rank: int, is_default: bool, value: bytes) -> None:

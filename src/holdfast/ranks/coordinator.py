@@ -235,10 +235,21 @@ class Processes:
 class Watch:
     """Watcher of one wait for other ranks; warns while it lasts."""
 
-    def __init__(self, warn: Callable[[str], object], call: str, begins: str | None = None) -> None:
-        """Set up for the waiting `call`; in the round `begins` ranks post as they make the call."""
+    def __init__(
+        self,
+        warn: Callable[[str], object],
+        call: str,
+        begins: str | None = None,
+        *,
+        phase: str = "its script",
+    ) -> None:
+        """Set up for the waiting `call`; in the round `begins` ranks post as they make the call.
+
+        `phase` is the one in which the ranks are that are waited for.
+        """
         self._warn = warn
         self._call = call
+        self.phase = phase
         self.begins = begins
         self.next_s = ANSWER_S if begins is None else FIRST_S
         """Seconds of waiting after which the next warning is due."""

@@ -81,6 +81,14 @@ _CALL = ("save_class", "epoch", "cycle", "samples", "tokens")
 _PLAN_AFTER_WAIT = "plan after the wait"
 _PLAN_AFTER_PROBE = "plan after the probe"
 _PLAN_AFTER_VALUES = "plan after the values"
+_PHASES = {
+    "probe": SavePhase.PREPARING,
+    "comparison": SavePhase.DIGESTING,
+    "folder": SavePhase.FOLDER,
+    "files": SavePhase.WRITING,
+    "outcome": SavePhase.COMMITTING,
+}
+"""Phase of the ranks whose message of this part is waited for; of all other parts, `SHARING`."""
 _EQUAL_ADVICE = (
     "What several ranks have under one name must be equal, bit by bit. Parts of a model, such as "
     "pipeline stages and experts, need names of their own. Replicas must be kept equal, as DDP "
@@ -237,10 +245,11 @@ class _RanksSave(SaveParticipant):
     def _left_s(self) -> float:
         return max(self._end - self._ranks.now_s(), 0.0)
 
-    def _make_watch(self, *, begins: bool) -> Watch:
+    def _make_watch(self, part: str, *, begins: bool = False) -> Watch:
         """Watch a wait for ranks; it `begins` the save if they may not have called it yet."""
         tag = self._tag("shares") if begins else None
-        return Watch(self._together.warn, f"save of step {self._step}", tag)
+        call, phase = f"save of step {self._step}", _PHASES.get(part, SavePhase.SHARING)
+        return Watch(self._together.warn, call, tag, phase=phase)
 
     def _make_share(self, captured: Captured) -> Share | Unchanged:
         """Return this rank's share, or that it has not changed; sets what is known of it."""
@@ -713,7 +722,7 @@ class LeadingSave(_RanksSave):
     def _collect_posts(self, part: str, kind: Any) -> list[Any]:
         tag = self._tag(part)
         self._uncollected.discard(part)
-        watch = self._make_watch(begins=part == "shares")
+        watch = self._make_watch(part, begins=part == "shares")
         posts = self._ranks.collect(tag, timeout_s=self._left_s(), watch=watch).expect_all(
             f"{tag} (step {self._step})"
         )
@@ -811,7 +820,7 @@ class FollowingSave(_RanksSave):
         tag = self._tag("outcome")
         try:
             heard = self._ranks.hear(
-                tag, timeout_s=self._left_s() + GRACE_S, watch=self._make_watch(begins=False)
+                tag, timeout_s=self._left_s() + GRACE_S, watch=self._make_watch("outcome")
             )
         except RanksFailed:
             raise
@@ -858,7 +867,7 @@ class FollowingSave(_RanksSave):
 
     def _receive_part(self, part: str, kind: type[T]) -> T:
         tag = self._tag(part)
-        watch = self._make_watch(begins=part == "plan")
+        watch = self._make_watch(part, begins=part == "plan")
         heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S, watch=watch)
         return decode_message(heard, kind, tag)
 
