@@ -9,7 +9,7 @@ import argparse
 import resource
 from collections.abc import Mapping
 from functools import partial
-from time import perf_counter
+from time import perf_counter, process_time
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def written_and_read_in_parts(num_boxes: int, num_ranks: int) -> Figures:
     """
     entries, digests = _files(num_boxes, num_ranks)
     lengths = {name: entry.nbytes for name, entry in entries.items()}
-    began = perf_counter()
+    began_cpu_s, began = process_time(), perf_counter()
     table = _table(num_boxes, num_ranks)
     writers = {"model": [1] * num_ranks}
     documents = encode_in_parts({"model": table}, digests, lengths, writers, stored={})
@@ -84,6 +84,7 @@ def written_and_read_in_parts(num_boxes: int, num_ranks: int) -> Figures:
         "write_s": [write_s],
         "read_s": [read_s],
         "rank_s": [rank_s],
+        "cpu_s": [process_time() - began_cpu_s],
         "documents": [float(len(documents))],
         "rank_documents": [float(num_read)],
         "nbytes": [float(nbytes)],

@@ -6,7 +6,7 @@ so nothing here makes an object for each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import Any, TypeAlias
 
@@ -21,6 +21,13 @@ _Rows = Sequence[Sequence[int]]
 
 _PRIME = 2**31 - 1  # a product of two residues fits 64 bits
 _NUM_MEASURES = 3
+_RUN_ROWS = 1 << 20
+
+
+def split_rows(num_rows: int) -> Iterator[slice]:
+    """Divide rows of columns into runs of a million, for work that takes much memory."""
+    for start in range(0, num_rows, _RUN_ROWS):
+        yield slice(start, start + _RUN_ROWS)
 
 
 def key_of_box(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:

@@ -18,7 +18,7 @@ from holdfast.errors import CorruptData, FormatError, HoldfastError, LimitExceed
 from holdfast.format import blocks as block_digests
 from holdfast.format import layout, strictjson
 from holdfast.format.blocks import max_stored_nbytes
-from holdfast.format.boxes import Boxes, Column, Ragged, Unfit, check_boxes
+from holdfast.format.boxes import Boxes, Column, Ragged, Unfit, check_boxes, split_rows
 from holdfast.format.codec import CodecName
 from holdfast.format.layout import BLOCK_NBYTES, FORMAT_VERSION, MAX_INDEX_NBYTES
 from holdfast.format.manifest import FileEntry, StoredEntry, check_block_nbytes
@@ -115,17 +115,20 @@ class TensorTable(Mapping[str, TensorEntry]):
         num_dims = shapes.lengths[tensor]
         begins = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_dims)])
         offsets, sizes = np.empty(begins[-1], np.int64), np.empty(begins[-1], np.int64)
-        start, end = first.astype(np.int64), last.astype(np.int64)
-        for back in range(1, int(num_dims.max(initial=0)) + 1):
-            rows = np.flatnonzero(num_dims >= back)
-            at = num_dims[rows] - back
-            extent = shapes.values[shapes.first[tensor[rows]] + at]
-            divisor = np.maximum(extent, 1)
-            low, high = start[rows] % divisor, end[rows] % divisor
-            start[rows] //= divisor
-            end[rows] //= divisor
-            offsets[begins[rows] + at] = low
-            sizes[begins[rows] + at] = np.minimum(high - low + 1, extent)
+        # Some boxes at a time: bounds the memory of what is computed on the way.
+        for some in split_rows(len(tensor)):
+            start, end = first[some].astype(np.int64), last[some].astype(np.int64)
+            of_some, place, dims = tensor[some], begins[:-1][some], num_dims[some]
+            for back in range(1, int(dims.max()) + 1):
+                rows = np.flatnonzero(dims >= back)
+                at = dims[rows] - back
+                extent = shapes.values[shapes.first[of_some[rows]] + at]
+                divisor = np.maximum(extent, 1)
+                low, high = start[rows] % divisor, end[rows] % divisor
+                start[rows] //= divisor
+                end[rows] //= divisor
+                offsets[place[rows] + at] = low
+                sizes[place[rows] + at] = np.minimum(high - low + 1, extent)
         return cls(specs, shards, Boxes(tensor, Ragged(offsets, begins), Ragged(sizes, begins)))
 
     @classmethod

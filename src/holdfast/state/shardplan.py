@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from holdfast.errors import UnsupportedState
+from holdfast.format.boxes import split_rows
 from holdfast.format.layout import MAX_TENSOR_FILE_NBYTES, MAX_TENSORS_PER_FILE
 from holdfast.state.shards import Box, box_at, box_of, corners, whole_box
 
@@ -140,7 +141,7 @@ def _choose_copies(
     counts = np.diff(begins, append=np.int32(len(order)))
     loads = _Loads(hosts)
     has_choice = (counts > 1) & (nbytes >= SMALL_NBYTES) & leaves.has_choice[boxes.leaf[row]]
-    for part in _split_rows(len(row)):
+    for part in split_rows(len(row)):
         loads.add_all(boxes.rank[row[part]], np.where(has_choice[part], 0, nbytes[part]))
     for num_copies in np.unique(counts[has_choice]).tolist():
         numbers = np.flatnonzero(has_choice & (counts == num_copies)).astype(np.int32)
@@ -161,11 +162,6 @@ def _first_copies(boxes: BoxTable, order: Ints) -> Ints:
         in_order = column[order]
         is_first[1:] |= in_order[1:] != in_order[:-1]
     return np.flatnonzero(is_first).astype(np.int32)
-
-
-def _split_rows(num_rows: int) -> Iterator[slice]:
-    for start in range(0, num_rows, _BLOCK_ROWS):
-        yield slice(start, start + _BLOCK_ROWS)
 
 
 def _measure(leaves: LeafTable, boxes: BoxTable, rows: Ints) -> Ints:
@@ -197,7 +193,7 @@ def text_nbytes(leaves: LeafTable, boxes: BoxTable, plan: WritePlan) -> int:
     extents, strides = _grids(leaves.shapes)
     num_dims = np.array([*map(len, leaves.shapes)], np.int64)
     total = 0
-    for part in _split_rows(len(plan.row)):
+    for part in split_rows(len(plan.row)):
         row = plan.row[part]
         leaf, first, last = boxes.leaf[row], boxes.first[row], np.maximum(boxes.last[row], 0)
         # Signs of tensor, file, start and both lists; starts have up to 10 digits.
