@@ -223,3 +223,19 @@ def test_a_failed_save_leaves_no_part() -> None:
     said = all_of(on_ranks(2, work))
     assert all("no room" in one for one in said)
     assert not [info.key for info in store.list("") if "index" in info.key]
+
+
+def test_too_many_files_are_refused_before_the_folder_exists(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = MemoryStore()
+    monkeypatch.setattr(index_parts, "MAX_MANIFEST_NBYTES", 1399)
+
+    def work(member: Member) -> str:
+        with member.manager(store) as manager, pytest.raises(errors.HoldfastError) as caught:
+            manager.save(1, wait=True)
+        return f"{caught.value} {caught.value.__cause__}"
+
+    said = all_of(on_ranks(6, work))
+    assert all("7 tensor files" in one and "Nothing was written" in one for one in said), said
+    assert Catalog(store).attempts() == ()

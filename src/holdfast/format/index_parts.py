@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from holdfast.errors import FormatError, LimitExceeded, UsageError
 from holdfast.format import layout
-from holdfast.format.boxes import Boxes, Column, Ragged
+from holdfast.format.boxes import Boxes, Column, Ragged, split_rows
 from holdfast.format.index import (
     MAX_INDEX_VALUES,
     Count,
@@ -63,11 +63,15 @@ MAX_PART_BOXES = 1 << 20
 MAX_ALL_BOXES = 1 << 26
 """Most boxes of a part and of a checkpoint: a short root may describe any number."""
 
-_ENTRY_NBYTES = 260
-"""About the bytes of a file in a manifest: its entry, and its name in the list of the component."""
+_ENTRY_NBYTES, _STORED_NBYTES, _SEALED_NBYTES = 200, 170, 150
+"""About the bytes of a file in a manifest, with its name in the list of the component; more if it
+is compressed; and more, in the inner and in the visible list, if the checkpoint is encrypted."""
 _CUT_NBYTES, _FILE_NBYTES = 12, 6
 """About the bytes of a box in a cut and of a file in a grid, of which each distinct one counts."""
 _MAX_SUM = 2.0**62
+_ADVICE = (
+    "Nothing was written. Shard each tensor over fewer ranks, as HSDP does, or join small tensors"
+)
 T = TypeVar("T")
 IntColumn: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 ReadDocument: TypeAlias = Callable[[str], Buffer]
@@ -138,7 +142,7 @@ def check_size(
     """
     nbytes = sum(map(estimate_nbytes, specs)) + _ENTRY_NBYTES * num_files
     num_values = 4 * num_files + sum(5 + len(spec.shape) for spec in specs)
-    known: set[bytes] = set()
+    known: set[int] = set()
     ends = np.searchsorted(tensor, np.arange(len(specs) + 1)).tolist()
     for first, stop in pairwise(ends):
         cuts = b"".join(one[first:stop].tobytes() for one in corners)
@@ -146,24 +150,35 @@ def check_size(
             (cuts, _CUT_NBYTES),
             (cuts + file[first:stop].tobytes(), _FILE_NBYTES),
         ):
-            if column not in known:
-                known.add(column)
+            if (key := hash(column)) not in known:
+                known.add(key)
                 nbytes += width * (stop - first)
                 num_values += stop - first
     if (
         len(tensor) > MAX_ALL_BOXES
         or num_of_writer > MAX_PART_BOXES
-        or _ENTRY_NBYTES * num_files > MAX_MANIFEST_NBYTES
         or nbytes > MAX_INDEX_NBYTES
         or num_values > MAX_INDEX_VALUES
     ):
         raise LimitExceeded(
-            f"{len(specs):,} tensors in {len(tensor):,} boxes and {num_files:,} files, "
-            f"{num_of_writer:,} boxes of one rank: at most {MAX_ALL_BOXES:,}, "
-            f"{MAX_MANIFEST_NBYTES // _ENTRY_NBYTES:,} and {MAX_PART_BOXES:,} are accepted. Their "
-            f"index takes {num_values:,} values and about {nbytes:,} bytes; at most "
-            f"{MAX_INDEX_VALUES:,} and {MAX_INDEX_NBYTES:,} are accepted. Nothing was written. "
-            "Shard each tensor over fewer ranks, as HSDP does, or join small tensors"
+            f"{len(specs):,} tensors in {len(tensor):,} boxes, {num_of_writer:,} of one rank: at "
+            f"most {MAX_ALL_BOXES:,} and {MAX_PART_BOXES:,} are accepted. Their index takes "
+            f"{num_values:,} values and about {nbytes:,} bytes; at most {MAX_INDEX_VALUES:,} and "
+            f"{MAX_INDEX_NBYTES:,} are accepted. {_ADVICE}"
+        )
+
+
+def check_num_files(num_files: int, *, is_compressed: bool, is_encrypted: bool) -> None:
+    """Raise `LimitExceeded` if a manifest of so many tensor files will be too large."""
+    of_file = _ENTRY_NBYTES + is_compressed * _STORED_NBYTES
+    if is_encrypted:
+        of_file = (of_file + _SEALED_NBYTES) * 4 // 3 + _SEALED_NBYTES
+    if num_files * of_file > MAX_MANIFEST_NBYTES:
+        kind = f"{'compressed and ' * is_compressed}encrypted" if is_encrypted else "compressed"
+        how = f", {kind}" if is_compressed or is_encrypted else ""
+        raise LimitExceeded(
+            f"{num_files:,} tensor files{how}: their manifest takes about {num_files * of_file:,} "
+            f"bytes; at most {MAX_MANIFEST_NBYTES:,} are accepted. {_ADVICE}"
         )
 
 
@@ -516,8 +531,10 @@ class PartedTable(TensorTable):
         num_dims = np.diff(self._shapes.first)[tensor]
         first = np.concatenate([np.zeros(1, np.int64), np.cumsum(num_dims)])
         offsets, sizes = np.empty(first[-1], np.int64), np.empty(first[-1], np.int64)
-        for rows, dim, start, size in self._sides(tensor, cell):
-            offsets[first[rows] + dim], sizes[first[rows] + dim] = start, size
+        for some in split_rows(len(numbers)):
+            for rows, dim, start, size in self._sides(tensor[some], cell[some]):
+                place = first[:-1][some][rows] + dim
+                offsets[place], sizes[place] = start, size
         return Ragged(offsets, first), Ragged(sizes, first)
 
     @override

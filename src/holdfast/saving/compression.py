@@ -146,6 +146,11 @@ class Chooser:
         self._plain_s_per_byte = 0.0
         self._num_saves = 0
 
+    @property
+    def has_components(self) -> bool:
+        """Whether there is a component to choose for."""
+        return bool(self._components)
+
     def discard_samples(self) -> None:
         """Prepare for a save: discard the previous save's samples."""
         self._samples.clear()
@@ -275,6 +280,11 @@ class Compressing:
         self._chooser = Chooser(chosen.keys() - self._fixed.keys(), emit)
         self._is_settled = False
         self.prepare_save()
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether any file may be compressed."""
+        return bool(self._fixed) or self._chooser.has_components
 
     def prepare_save(self) -> None:
         """Prepare for a save; after a failed one, replace buffers that threads may still use."""

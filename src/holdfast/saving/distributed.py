@@ -417,6 +417,11 @@ class LeadingSave(_RanksSave):
         self.is_in_doubt = False
         """Whether this rank failed although its manifest may be in the register."""
 
+    @property
+    def num_files(self) -> int:
+        """Number of tensor files of all ranks, once they are planned."""
+        return self._plan.num_files
+
     @override
     def announce_wait(self) -> None:
         self._announce_part(self._plan_part, _WaitNote())

@@ -26,7 +26,7 @@ from holdfast.errors import (
 from holdfast.format import blocks, layout
 from holdfast.format.codec import CodecName, Compression, Encoding
 from holdfast.format.index import StoredBlocks, TensorTable, encode_index
-from holdfast.format.index_parts import encode_in_parts
+from holdfast.format.index_parts import check_num_files, encode_in_parts
 from holdfast.format.manifest import (
     Change,
     ComponentEntry,
@@ -157,6 +157,12 @@ def write(
     leading = None if joint.world_size == 1 else cast("LeadingSave", joint)
     store, progress = tools.store, joint.progress
     progress.enter(SavePhase.FOLDER)
+    if leading is not None:
+        check_num_files(
+            leading.num_files,
+            is_compressed=tools.compressing.is_possible,
+            is_encrypted=sealed(store) is not None,
+        )
     expect_claim(store, request.claim)
     attempt = create_attempt(
         store,
