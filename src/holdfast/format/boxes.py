@@ -21,13 +21,12 @@ _Rows = Sequence[Sequence[int]]
 
 _PRIME = 2**31 - 1  # a product of two residues fits 64 bits
 _NUM_MEASURES = 3
-_RUN_ROWS = 1 << 20
 
 
-def split_rows(num_rows: int) -> Iterator[slice]:
-    """Divide rows of columns into runs of a million, for work that takes much memory."""
-    for start in range(0, num_rows, _RUN_ROWS):
-        yield slice(start, start + _RUN_ROWS)
+def split_rows(num_rows: int, length: int = 1_000_000) -> Iterator[slice]:
+    """Divide rows of columns into runs, for work that takes much memory."""
+    for start in range(0, num_rows, length):
+        yield slice(start, start + length)
 
 
 def key_of_box(key: str, offsets: Sequence[int], sizes: Sequence[int]) -> str:

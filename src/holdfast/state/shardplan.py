@@ -141,7 +141,7 @@ def _choose_copies(
     counts = np.diff(begins, append=np.int32(len(order)))
     loads = _Loads(hosts)
     has_choice = (counts > 1) & (nbytes >= SMALL_NBYTES) & leaves.has_choice[boxes.leaf[row]]
-    for part in split_rows(len(row)):
+    for part in split_rows(len(row), _BLOCK_ROWS):
         loads.add_all(boxes.rank[row[part]], np.where(has_choice[part], 0, nbytes[part]))
     for num_copies in np.unique(counts[has_choice]).tolist():
         numbers = np.flatnonzero(has_choice & (counts == num_copies)).astype(np.int32)
@@ -193,7 +193,7 @@ def text_nbytes(leaves: LeafTable, boxes: BoxTable, plan: WritePlan) -> int:
     extents, strides = _grids(leaves.shapes)
     num_dims = np.array([*map(len, leaves.shapes)], np.int64)
     total = 0
-    for part in split_rows(len(plan.row)):
+    for part in split_rows(len(plan.row), _BLOCK_ROWS):
         row = plan.row[part]
         leaf, first, last = boxes.leaf[row], boxes.first[row], np.maximum(boxes.last[row], 0)
         # Signs of tensor, file, start and both lists; starts have up to 10 digits.
