@@ -110,6 +110,7 @@ _MEET_S = 60.0
 """Limit on the meeting of ranks that make an exchange."""
 _EXIT_S = 1.0
 _SHORTEST_PAUSE_S = 0.001
+_CALL = "a call to the store of the process group"
 _GLANCE_S = 0.5
 """Seconds between two looks whether the leader was lost, in a call to the store."""
 _LEADER_KEY = "liveness"
@@ -621,7 +622,7 @@ class C10d(Coordinator):
         return nonce
 
     def _within(
-        self, timeout_s: float, job: Callable[[], T], tag: str = "", phase: str = "its script"
+        self, timeout_s: float, job: Callable[[], T], tag: str = "", phase: str = _CALL
     ) -> T:
         """Run a job in another thread, which is left behind if the store holds it for too long.
 
