@@ -291,7 +291,7 @@ class _Measurement:
         is_equal = len({*found.values()}) == 1
         is_repeated = all(earlier.get(rank) == post for rank, post in found.items())
         if not is_equal and not is_repeated:
-            raise RanksError(f"{tag}: posts differ by rank, and from those of the first save")
+            raise RanksError(f"{tag}: posts differ by rank, and from the posts of the first save")
         self._store.repeat_files({0, *self._sampled})
         for rank in range(1, self._cluster.num_ranks):
             posts.setdefault(rank, found[self._sampled[0]] if is_equal else earlier[rank])
