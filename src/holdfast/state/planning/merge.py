@@ -523,14 +523,15 @@ class Merge:
         return live
 
     def _made_at(self, place: Placement, ref: TensorRef, stored: Stored) -> Tensor:
-        if ref.key in self._layouts:
-            local = place.make_tensor(TensorRef(ref.key, ref.device), fetched(stored))
-            return with_flags(placed_as(self._layouts[ref.key], local), ref)
+        layout = self._layouts.get(ref.key)
+        plain = ref if layout is None else TensorRef(ref.key, ref.device)
         if not isinstance(stored, UnreadTensor):
-            return place.make_tensor(ref, stored)
-        made = place.make_tensor(ref, stored.empty(place.choose_device(ref)))
-        self._copies.append((made.detach(), stored))
-        return made
+            made = place.make_tensor(plain, stored)
+        else:
+            # Read with all others at `commit`: one by one, blocks would be read several times.
+            made = place.make_tensor(plain, stored.empty(place.choose_device(plain)))
+            self._copies.append((made.detach(), stored))
+        return made if layout is None else with_flags(placed_as(layout, made), ref)
 
     def _fits(self, live: Tensor, ref: TensorRef, place: Placement) -> bool:
         if not is_writable_in_place(live):
