@@ -239,3 +239,16 @@ def test_too_many_files_are_refused_before_the_folder_exists(
     said = all_of(on_ranks(6, work))
     assert all("7 tensor files" in one and "Nothing was written" in one for one in said), said
     assert Catalog(store).attempts() == ()
+
+
+def test_a_second_save_of_a_step_is_the_first_if_nothing_has_changed() -> None:
+    store = MemoryStore()
+
+    def work(member: Member) -> list[str]:
+        with member.manager(store) as manager:
+            return [manager.save(1).wait().folder for _ in range(2)]
+
+    for first, second in all_of(on_ranks(3, work)):
+        assert first == second
+    (entry,) = Catalog(store).checkpoints()
+    assert len(parts_in(entry)) == 3

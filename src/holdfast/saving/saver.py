@@ -400,7 +400,7 @@ class SaveTask:
         recorded = {
             layout.plain_file(name): file.digest
             for name, file in stored.files.items()
-            if name != layout.INDEX
+            if not layout.is_index_name(name)
         }
         is_unchanged = joint.matches_checkpoint(self._staged, roots, recorded)
         new_tags = tuple(tag for tag in request.tags if tag not in entry.tags)
