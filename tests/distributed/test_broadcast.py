@@ -73,63 +73,6 @@ def load(root: Path, way: str, rank: int) -> tuple[dict[str, bytes], int]:
     return whole, read
 
 
-class WatchedShards(Watched):
-    """The same without files of generators."""
-
-    @override
-    def read_into(self, key: str, start: int, buffer: memoryview, **options: Any) -> None:
-        (self.inner if "rng" in key else super()).read_into(key, start, buffer, **options)
-
-
-def load_alone(root: Path, in_place: bool | None, rank: int) -> tuple[dict[str, bytes], int, int]:
-    """Resume without broadcasts; return the tensors, the bytes read, and the step."""
-    job, store = make("fsdp", seed=2), WatchedShards(root)
-    with CheckpointManager(store, job.state) as manager:
-        found = manager.resume(in_place=in_place)
-        assert found is not None
-    return job.whole(), store.nbytes, found.step
-
-
-@pytest.mark.parametrize("in_place", [None, False])
-def test_ranks_pass_each_other_what_all_hold_and_read_each_block_once(
-    in_place: bool | None, tmp_path: Path
-) -> None:
-    root = tmp_path / "run"
-    (saved, *_) = run_ranks(2, partial(save, root, "fsdp"))
-    loaded = run_ranks(2, partial(load_alone, root, in_place))
-    assert [of_rank and of_rank[0] for of_rank in loaded] == [saved] * 2
-    assert sum(of_rank[1] for of_rank in loaded if of_rank is not None) == tensors_nbytes(root)
-
-
-def save_twice(root: Path, rank: int) -> dict[str, bytes]:
-    """Save two steps; return the tensors of the first."""
-    job = make("fsdp", seed=1)
-    with CheckpointManager(root, {**job.state}, keep="all") as manager:
-        job.step()
-        manager.save(1).wait()
-        first = job.whole()
-        job.step()
-        manager.save(2).wait()
-    return first
-
-
-@pytest.mark.parametrize("in_place", [None, False])
-def test_damage_in_a_block_with_parts_for_others_makes_all_take_the_checkpoint_before(
-    in_place: bool | None, tmp_path: Path
-) -> None:
-    root = tmp_path / "run"
-    (first, *_) = run_ranks(2, partial(save_twice, root))
-    newest = max(Catalog(LocalStore(root)).checkpoints(), key=lambda found: found.step)
-    for path in (root / newest.folder).glob("optimizer-*.safetensors"):
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.chmod(0o600)
-        path.write_bytes(data)
-    for of_rank in run_ranks(2, partial(load_alone, root, in_place)):
-        assert of_rank is not None
-        assert (of_rank[0], of_rank[2]) == (first, 1)
-
-
 def tensors_nbytes(root: Path) -> int:
     """Bytes of tensors in the first checkpoint, but for those of generators, which differ."""
     entry = min(Catalog(LocalStore(root)).checkpoints(), key=lambda found: found.step)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -30,15 +29,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.loading.apply import CheckpointApplier
-from holdfast.loading.plan import (
-    BlockTurn,
-    Lending,
-    Part,
-    Runs,
-    Sharing,
-    assign_parts,
-    turns_of,
-)
+from holdfast.loading.plan import BlockTurn, Runs, Sharing, turns_of
 from holdfast.loading.search import CheckpointSearch, LoadCandidate, LoadOptions, Search
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
@@ -67,18 +58,6 @@ class _Turns(msgspec.Struct, frozen=True, tag="turns"):
     """Number among these of each rank's needs; negative where it has read all."""
 
 
-class _Lending(msgspec.Struct, frozen=True, tag="lending"):
-    """Announcement: the parts of blocks that each rank passes to others in the next message."""
-
-    of_rank: tuple[tuple[Part, ...], ...]
-
-
-class _Lent(msgspec.Struct, frozen=True, tag="lent"):
-    """Announcement of the parts that each rank has passed, joined."""
-
-    of_rank: tuple[bytes, ...]
-
-
 class _Apply(msgspec.Struct, frozen=True, tag="apply"):
     """Announcement: all ranks apply what they have read; without a folder the run starts anew."""
 
@@ -90,7 +69,7 @@ class _Apply(msgspec.Struct, frozen=True, tag="apply"):
     """Leaves of the checkpoint that no rank takes, as a load that is not strict allows."""
 
 
-_Note: TypeAlias = _Read | _Turns | _Lending | _Lent | _Apply
+_Note: TypeAlias = _Read | _Turns | _Apply
 
 
 class _Call(msgspec.Struct, frozen=True, tag="call"):
@@ -105,16 +84,9 @@ _Kind: TypeAlias = Literal["ready", "damaged", "unread", "misfit", "failed"]
 
 
 class _Needs(msgspec.Struct, frozen=True, tag="needs"):
-    """Post of a rank: the blocks that it needs now, and parts of blocks that it would not read."""
+    """Post of a rank: the blocks that it needs now."""
 
     runs: Runs
-    parts: tuple[Part, ...] = ()
-
-
-class _Parts(msgspec.Struct, frozen=True, tag="parts"):
-    """Post of a rank: the parts that it passes to others, joined."""
-
-    data: bytes
 
 
 class _Answer(msgspec.Struct, frozen=True, tag="answer"):
@@ -130,13 +102,10 @@ def _ready(candidate: LoadCandidate) -> _Answer:
     return _Answer("ready", untaken=candidate.prepared.untaken)
 
 
-_Post: TypeAlias = _Answer | _Needs | _Parts
-
-
-class _Interrupted(BaseException):
+class _Interrupted(Exception):
     """The leader has announced something else while this rank was reading."""
 
-    def __init__(self, note: _Note) -> None:
+    def __init__(self, note: _Read | _Apply) -> None:
         super().__init__()
         self.note = note
 
@@ -184,20 +153,17 @@ class _RanksApplying(CheckpointApplier):
         self._has_begun = False
         """Whether `apply` was reached in this load."""
         self._num_messages = 0
-        self._reads_jointly = False
-        """Whether all ranks read now, so that each may be asked for parts of blocks."""
-        self._lending = _Lending(())
 
     @override
     def make_search(self, **parts: Any) -> CheckpointSearch:
-        sharing = Sharing(
-            rank=self._ranks.rank,
-            exchange=self._exchange,
-            agree=self._agree_on_turns,
-            ask=self._ask_for_parts,
-            lend=self._lend_parts,
-            timeout_s=self._timeout_s,
-        )
+        sharing = None
+        if self._exchange is not None:
+            sharing = Sharing(
+                rank=self._ranks.rank,
+                exchange=self._exchange,
+                agree=self._agree_on_turns,
+                timeout_s=self._timeout_s,
+            )
         return self._make_reader(**parts, sharing=sharing)
 
     def _make_reader(self, **parts: Any) -> CheckpointSearch:
@@ -205,38 +171,11 @@ class _RanksApplying(CheckpointApplier):
 
     def _agree_on_turns(self, needs: Runs) -> Sequence[BlockTurn]:
         """Tell the leader what blocks this rank needs; return the turns in which it takes part."""
-        note = self._exchange_notes(_Needs(needs))
-        assert isinstance(note, _Turns)
+        raise NotImplementedError
+
+    def _turns(self, note: _Turns) -> Sequence[BlockTurn]:
         self._exchange_end = time.monotonic() + self._timeout_s
         return turns_of(self._ranks.rank, note.needs, note.of_rank)
-
-    def _ask_for_parts(self, reads: Runs, parts: tuple[Part, ...]) -> Lending | None:
-        """Tell the leader what blocks this rank reads, and what parts of others it needs."""
-        if not self._reads_jointly:
-            return None
-        note = self._exchange_notes(_Needs(reads, parts))
-        assert isinstance(note, _Lending)
-        self._lending = note
-        if not any(note.of_rank):
-            return None
-        of_others = frozenset(part for of_rank in note.of_rank for part in of_rank)
-        return Lending(own=note.of_rank[self._ranks.rank], of_others=of_others)
-
-    def _lend_parts(self, data: bytes) -> Mapping[Part, bytes]:
-        """Pass this rank's parts to the leader; return those of all ranks."""
-        note = self._exchange_notes(_Parts(data))
-        assert isinstance(note, _Lent)
-        lent: dict[Part, bytes] = {}
-        for parts, joined in zip(self._lending.of_rank, note.of_rank, strict=True):
-            ends = [*accumulate(part[3] for part in parts)]
-            lent |= {
-                part: joined[end - part[3] : end] for part, end in zip(parts, ends, strict=True)
-            }
-        return lent
-
-    def _exchange_notes(self, said: _Needs | _Parts) -> _Note:
-        """Post; return what the leader announces after that, if it names no other candidate."""
-        raise NotImplementedError
 
     @override
     @contextmanager
@@ -257,8 +196,6 @@ class _RanksApplying(CheckpointApplier):
             if self._exchange_end > 0 and isinstance(error, RanksError):
                 self._leave_exchange()
             raise
-        finally:
-            self._reads_jointly = False
 
     def _leave_exchange(self) -> None:
         """Take part in no exchange any more, after one whose connections may have been closed."""
@@ -306,7 +243,7 @@ class _RanksApplying(CheckpointApplier):
         self._is_applying = True
         super()._apply_candidate(candidate)
 
-    def _post(self, said: _Post | _Call) -> None:
+    def _post(self, said: _Answer | _Needs | _Call) -> None:
         data = msgspec.msgpack.encode(said)
         self._ranks.post(self._message_tag, data, timeout_s=self._timeout_s)
 
@@ -380,19 +317,20 @@ class LeaderLoad(_RanksApplying):
     def ask_to_read(self, entry: Entry, *, is_remote: bool) -> None:
         """Let all followers read a candidate, from the same tier."""
         self._entry = entry
-        self._refusal, self._reads_jointly = None, True
+        self._refusal = None
         self._announce_note(_Read(entry.folder, is_remote))
 
     def expect_ready(self, entry: Entry, found: LoadCandidate | HoldfastError) -> None:
         """Wait until all ranks have read a candidate; `found` is what this rank has read of it."""
         if isinstance(found, HoldfastError):
-            self._reads_jointly = False
             if self._refusal is None:
                 self._post(self._answer_of(found))
                 self._collected(found)
             raise found
-        posts = self._until_done(_ready(found))
-        self._reads_jointly = False
+        posts = self._after(_ready(found))
+        while any(isinstance(post, _Needs) for post in posts):
+            self._announce_needs(posts)
+            posts = self._after(_ready(found))
         others = [{*answer.untaken} for answer in posts if isinstance(answer, _Answer)]
         untaken = [path for path in found.prepared.untaken if all(path in of for of in others)]
         if untaken and found.options.strict and not found.options.is_grown:
@@ -400,40 +338,20 @@ class LeaderLoad(_RanksApplying):
         found.prepared.note_untaken(untaken)
 
     @override
-    def _exchange_notes(self, said: _Needs | _Parts) -> _Note:
+    def _agree_on_turns(self, needs: Runs) -> Sequence[BlockTurn]:
         try:
-            return self._serve(self._after(said))
+            posts = self._after(_Needs(needs))
         except HoldfastError as error:
             self._refusal = error
             raise
+        return self._turns(self._announce_needs(posts))
 
-    def _until_done(self, answer: _Answer) -> list[_Post]:
-        """Answer, and serve the ranks that still read; return the answers of all."""
-        posts = self._after(answer)
-        while not all(isinstance(post, _Answer) for post in posts):
-            self._serve(posts)
-            posts = self._after(answer)
-        return posts
-
-    def _serve(self, posts: Sequence[_Post]) -> _Note:
-        """Announce what follows from what ranks need, or have passed."""
-        note: _Note
-        if any(isinstance(post, _Parts) for post in posts):
-            note = _Lent(tuple(post.data if isinstance(post, _Parts) else b"" for post in posts))
-        elif self._exchange is not None:
-            note = self._turns_for(posts)
-        else:
-            needs = [post if isinstance(post, _Needs) else _Needs(()) for post in posts]
-            note = _Lending(assign_parts([one.runs for one in needs], [one.parts for one in needs]))
-        self._announce_note(note)
-        return note
-
-    def _after(self, said: _Post) -> list[_Post]:
+    def _after(self, said: _Answer | _Needs) -> list[_Answer | _Needs]:
         """Post; return what all ranks have posted, if none of them refuses the candidate."""
         self._post(said)
         posts = self._collected()
         for rank, answer in enumerate(posts):
-            if not isinstance(answer, _Answer):
+            if isinstance(answer, _Needs):
                 continue
             text = f"{self._entry.folder}, on rank {rank}: {answer.reason}"
             if answer.kind == "misfit":
@@ -446,33 +364,31 @@ class LeaderLoad(_RanksApplying):
                 raise RanksFailed("the load", {rank: RankFailure("reading", answer.reason)})
         return posts
 
-    def _turns_for(self, posts: Sequence[_Post]) -> _Turns:
-        """Make the announcement of what all ranks need."""
+    def _announce_needs(self, posts: Sequence[_Answer | _Needs]) -> _Turns:
+        """Announce what all ranks need."""
         runs = [post.runs if isinstance(post, _Needs) else None for post in posts]
         numbers = {of: n for n, of in enumerate(dict.fromkeys(of for of in runs if of is not None))}
-        return _Turns(tuple(numbers), tuple(-1 if of is None else numbers[of] for of in runs))
+        note = _Turns(tuple(numbers), tuple(-1 if of is None else numbers[of] for of in runs))
+        self._announce_note(note)
+        return note
 
     @override
     def _try_apply(self, candidate: LoadCandidate, search: Search) -> bool:
         self._announce_note(self._apply_note(search))
-        self._refusal, self._reads_jointly = None, True
         failure = self._try_reading(candidate)
         folder = candidate.entry.folder
         try:
             if failure is None:
-                self._until_done(_Answer("ready"))
+                self._after(_Answer("ready"))
                 self._announce_note(self._apply_note(search))
                 return True
-            if failure is not self._refusal:
-                self._post(self._answer_of(failure))
-                self._collected()
+            self._post(self._answer_of(failure))
+            self._collected()
         except (CorruptData, TransientStoreError) as error:
             failure = error
         except BaseException as error:
             self.half_loaded = f"loading {folder} failed on another rank: {error}"
             raise
-        finally:
-            self._reads_jointly = False
         self.half_loaded = f"loading {folder} failed: {failure}"
         may_retry = search.record_failure(failure, cause=failure)
         self._emit_skipped(search)
@@ -495,12 +411,12 @@ class LeaderLoad(_RanksApplying):
         self._ranks.announce(tag, data, timeout_s=self._timeout_s)
         self._num_messages += 1
 
-    def _collected(self, error: HoldfastError | None = None) -> list[_Post]:
+    def _collected(self, error: HoldfastError | None = None) -> list[_Answer | _Needs]:
         """Return the posts of all ranks, after an own `error` or without one."""
         timeout_s = self._limit_s(error)
         if isinstance(error, Disconnected):
             timeout_s += GRACE_S / 2  # the others have ended by then, and still listen
-        kind: Any = _Post
+        kind: Any = _Answer | _Needs
         return self._collect_posts(kind, timeout_s)
 
     def _collect_posts(self, kind: Any, timeout_s: float | None = None) -> list[Any]:
@@ -580,7 +496,6 @@ class FollowingApplying(_RanksApplying):
         return note
 
     def _read_named_by_leader(self, search: Search, note: _Read) -> _Answer:
-        self._reads_jointly = True
         try:
             search.choose_alike(note.folder, is_remote=note.is_remote)
         except HoldfastError as error:
@@ -592,16 +507,16 @@ class FollowingApplying(_RanksApplying):
         return _ready(search.candidate)
 
     @override
-    def _exchange_notes(self, said: _Needs | _Parts) -> _Note:
-        self._post(said)
+    def _agree_on_turns(self, needs: Runs) -> Sequence[BlockTurn]:
+        self._post(_Needs(needs))
         try:
             note = self._receive_note()
         except HoldfastError as error:
             self._lost = error
             raise
-        if isinstance(note, _Read | _Apply):
-            raise _Interrupted(note)
-        return note
+        if isinstance(note, _Turns):
+            return self._turns(note)
+        raise _Interrupted(note)
 
     def _adopt(self, note: _Apply, search: Search) -> None:
         if note.claim is not None:
@@ -612,16 +527,11 @@ class FollowingApplying(_RanksApplying):
 
     def _apply_jointly(self, candidate: LoadCandidate) -> _Note:
         """Apply a checkpoint, and wait until all ranks have, or one could not read it."""
-        try:
-            failure = self._try_reading(candidate)
-        except _Interrupted as other:
-            return other.note
+        failure = self._try_reading(candidate)
         why = "failed on another rank" if failure is None else f"failed: {failure}"
         try:
-            note: _Note = _Lending(())
-            while isinstance(note, _Turns | _Lending | _Lent):
-                self._post(_Answer("ready") if failure is None else self._answer_of(failure))
-                note = self._receive_note()
+            self._post(_Answer("ready") if failure is None else self._answer_of(failure))
+            note = self._receive_note()
         except BaseException as error:
             self.half_loaded = f"loading {candidate.entry.folder} {why}: {error}"
             raise

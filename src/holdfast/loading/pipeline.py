@@ -16,7 +16,6 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,16 +28,14 @@ from holdfast.loading.plan import (
     BlockId,
     BlockRead,
     BlockTurn,
-    Part,
     ReadPlan,
     Segment,
     Sharing,
-    choose_small,
     runs_of,
     windows,
 )
 from holdfast.loading.staged_blocks import StagedBlock, StagedBlocks
-from holdfast.ranks.coordinator import Exchange, RankTransfer
+from holdfast.ranks.coordinator import RankTransfer
 from holdfast.staging.device import pin
 from holdfast.store.base import Store
 from holdfast.threads.buffers import Buffers
@@ -108,48 +105,11 @@ class ReadPipeline:
         """Pin buffers from now on, for copies of blocks to a device."""
         self._device = device
 
-    def run(self, plan: ReadPlan, *, is_sharded: bool = False) -> None:
-        """Read, check and copy all blocks of a plan, and wait for them.
-
-        If it `is_sharded`, ranks pass each other bytes of blocks of which they need few.
-        """
+    def run(self, plan: ReadPlan) -> None:
+        """Read, check and copy all blocks of a plan, and wait for them."""
         reads: Mapping[BlockId, BlockRead] = plan.reads
-        if self._sharing is None or not reads:
-            self._run_alone(reads)
-        elif self._sharing.exchange is not None:
-            self._run_alone(self._run_shared(reads, self._sharing, self._sharing.exchange))
-        elif is_sharded:
-            self._run_lending(reads, self._sharing)
-        else:
-            self._run_alone(reads)
-
-    def _run_lending(self, reads: Mapping[BlockId, BlockRead], sharing: Sharing) -> None:
-        """Read all blocks, except those of which another rank passes the few needed bytes."""
-        small = choose_small({block: (reads[block], self._nbytes_of(block)) for block in reads})
-        blocks = {part[:2] for part in small}
-        try:
-            lending = sharing.ask(runs_of(sorted(reads.keys() - blocks)), tuple(small))
-        except BaseException as error:
-            self.failure = error
-            raise
-        if lending is None:
-            self._run_alone(reads)
-            return
-        kept = [part for part in small if part not in lending.of_others]
-        mine = {block: reads[block] for block in reads.keys() - blocks | {p[:2] for p in kept}}
-        views = [_view_part(reads[part[:2]], part) for part in lending.own]
-        self._run_alone(mine)
-        try:
-            lent = sharing.lend(b"".join(map(bytes, views)))
-            for part in small.keys() & lending.of_others:
-                for target in small[part]:
-                    np.copyto(target, np.frombuffer(lent[part], np.uint8))
-        except BaseException as error:
-            self.failure = error
-            raise
-
-    def _run_alone(self, reads: Mapping[BlockId, BlockRead]) -> None:
-        """Read, check and copy blocks, whatever other ranks do."""
+        if self._sharing is not None and reads:
+            reads = self._run_shared(reads, self._sharing)
         given_up = threading.Event()
         # In the order of the files, in which a disk is read fastest.
         blocks = [block for block in sorted(reads) if not self._copy_kept(block, reads[block])]
@@ -178,7 +138,7 @@ class ReadPipeline:
             self._buffers.release_buffer(self._kept.pop(next(iter(self._kept))))
 
     def _run_shared(
-        self, reads: Mapping[BlockId, BlockRead], sharing: Sharing, exchange: Exchange
+        self, reads: Mapping[BlockId, BlockRead], sharing: Sharing
     ) -> Mapping[BlockId, BlockRead]:
         """Read and exchange the blocks that other ranks need, too; return the other reads.
 
@@ -189,7 +149,7 @@ class ReadPipeline:
         end = time.monotonic() + sharing.timeout_s
         try:
             with self._store.keeping_open():
-                _Exchange(self, reads, sharing.rank, exchange, turns, end).exchange_blocks()
+                _Exchange(self, reads, sharing, turns, end).exchange_blocks()
         except BaseException as error:
             self.failure = error
             raise
@@ -200,12 +160,9 @@ class ReadPipeline:
         """Return the memory into which a block is read, of its length."""
         if read.memory is not None:
             return read.memory
-        return self._buffer()[: self._nbytes_of(block)]
-
-    def _nbytes_of(self, block: BlockId) -> int:
         file, number = block
         left = self._opened.manifest.files[file].nbytes - number * self._block_nbytes
-        return min(self._block_nbytes, left)
+        return self._buffer()[: min(self._block_nbytes, left)]
 
     def submit_block(self, block: BlockId, memory: memoryview) -> Future[None]:
         """Begin to read and check a block."""
@@ -261,8 +218,10 @@ class ReadPipeline:
             # Not used before the whole plan has succeeded, so a late read does no harm.
             fill = self._begin_checked(block, read.memory)
             return partial(self._copy_block, read, given_up, fill) if read.segments else fill
+        file, number = block
+        left = self._opened.manifest.files[file].nbytes - number * self._block_nbytes
         buffer = self._buffer()
-        memory = buffer[: self._nbytes_of(block)]
+        memory = buffer[: min(self._block_nbytes, left)]
         use: Use | None = None
         try:
             if keeps or not self._copy_from_page_cache(block, read, memory, given_up):
@@ -375,18 +334,16 @@ class _Exchange:
         self,
         pipeline: ReadPipeline,
         reads: Mapping[BlockId, BlockRead],
-        rank: int,
-        exchange: Exchange,
+        sharing: Sharing,
         turns: Sequence[BlockTurn],
         end: float,
     ) -> None:
         self._pipeline = pipeline
         self._reads = reads
-        self._rank = rank
-        self._exchange = exchange
+        self._sharing = sharing
         self._turns = turns
         self._end = end
-        self._own = iter([turn.block for turn in turns if turn.reader == rank])
+        self._own = iter([turn.block for turn in turns if turn.reader == sharing.rank])
         self._ahead: deque[tuple[memoryview, Future[None]]] = deque()
         self._failure: HoldfastError | None = None
 
@@ -418,14 +375,14 @@ class _Exchange:
         receives: list[tuple[int, memoryview]] = []
         memories: list[tuple[BlockId, memoryview]] = []
         for turn in window:
-            if turn.reader == self._rank:
+            if turn.reader == self._sharing.rank:
                 memory = self._next_own()
                 sends += [(rank, memory) for rank in turn.receivers]
             else:
                 memory = self._pipeline.memory_of(turn.block, self._reads[turn.block])
                 receives.append((turn.reader, memory))
             memories.append((turn.block, memory))
-        return self._exchange.start_exchange(sends, receives), memories
+        return self._sharing.exchange.start_exchange(sends, receives), memories
 
     def _next_own(self) -> memoryview:
         memory, read = self._ahead.popleft()
@@ -466,20 +423,6 @@ def _targets(segments: Sequence[Segment], memory: memoryview) -> list[memoryview
         targets += [memory[done : segment.start], memoryview(segment.target)]
         done = segment.start + len(segment.target)
     return [*targets, memory[done:]]
-
-
-def _view_part(read: BlockRead, part: Part) -> Any:
-    """Return the memory that will hold a part of a block once it was read."""
-    _, _, start, nbytes = part
-    if read.memory is not None:
-        return read.memory[start : start + nbytes]
-    for segment in read.segments:
-        at = start - segment.start
-        if 0 <= at <= len(segment.target) - nbytes and isinstance(segment.target, np.ndarray):
-            return segment.target[at : at + nbytes]
-    target = np.empty(nbytes, np.uint8)
-    read.segments.append(Segment(start, target))
-    return target
 
 
 def _copy_segments(memory: memoryview, segments: Sequence[Segment]) -> None:

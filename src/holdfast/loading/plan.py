@@ -203,80 +203,15 @@ class BlockTurn:
     receivers: tuple[int, ...]
 
 
-Part: TypeAlias = tuple[str, int, int, int]
-"""File, number of a block, and start and length of a few bytes in it."""
-_SMALL_NBYTES = 16 << 10
-"""Most bytes that are needed of a block for which another rank may be asked."""
-_MAX_PARTS, _MAX_PARTS_NBYTES = 4096, 1 << 20
-"""Most parts that are lent in one read, of all ranks; they go through the leader."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lending:
-    """Parts of blocks that ranks which read these blocks pass to the ranks that need no more."""
-
-    own: tuple[Part, ...]
-    """Parts that this rank passes to others."""
-    of_others: frozenset[Part]
-    """Parts that this rank, or another, gets."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
     """The way in which this rank shares what it reads with others."""
 
     rank: int
-    exchange: Exchange | None
-    """How whole blocks are sent; None: only parts are lent, by messages."""
+    exchange: Exchange
     agree: Callable[[Runs], Sequence[BlockTurn]]
     """Tells the other ranks what this one needs; returns the turns in which it takes part."""
-    ask: Callable[[Runs, tuple[Part, ...]], Lending | None]
-    """Tells the other ranks what this one reads and what parts it needs; None: nothing is lent."""
-    lend: Callable[[bytes], Mapping[Part, bytes]]
-    """Passes the own parts, joined; returns all parts that were lent."""
     timeout_s: float
-
-
-def choose_small(reads: Mapping[BlockId, tuple[BlockRead, int]]) -> dict[Part, list[Any]]:
-    """Return the parts of blocks of which little is needed, with the memory for each.
-
-    `reads` has the reads of blocks, and the bytes of each block.
-    """
-    small: dict[Part, list[Any]] = {}
-    nbytes = 0
-    for file, number in sorted(reads):
-        read, block_nbytes = reads[file, number]
-        lengths = [len(segment.target) for segment in read.segments]
-        most = min(_SMALL_NBYTES, block_nbytes // 8)
-        is_small = read.memory is None and 0 < sum(lengths) <= most
-        if not is_small or not all(isinstance(s.target, np.ndarray) for s in read.segments):
-            continue
-        nbytes += sum(lengths)
-        if len(small) + len(lengths) > _MAX_PARTS or nbytes > _MAX_PARTS_NBYTES:
-            break
-        for segment, length in zip(read.segments, lengths, strict=True):
-            small.setdefault((file, number, segment.start, length), []).append(segment.target)
-    return small
-
-
-def assign_parts(
-    runs: Sequence[Runs], parts: Sequence[tuple[Part, ...]]
-) -> tuple[tuple[Part, ...], ...]:
-    """Choose which rank lends which parts, of the blocks that each reads and the parts it needs."""
-    readers: dict[BlockId, int] = {}
-    for rank, of_rank in enumerate(runs):
-        for file, start, stop in of_rank:
-            for number in range(start, stop):
-                readers.setdefault((file, number), rank)
-    lent: list[list[Part]] = [[] for _ in runs]
-    left, nbytes = _MAX_PARTS, 0
-    for part in dict.fromkeys(part for of_rank in parts for part in of_rank):
-        reader = readers.get(part[:2])
-        nbytes += part[3]
-        if reader is not None and left > 0 and nbytes <= _MAX_PARTS_NBYTES:
-            lent[reader].append(part)
-            left -= 1
-    return tuple(map(tuple, lent))
 
 
 def runs_of(blocks: Iterable[BlockId]) -> Runs:

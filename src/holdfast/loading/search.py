@@ -221,7 +221,7 @@ class CheckpointSearch:
         unsaved: Collection[str],
         one_sided: SkippedComponents,
     ) -> LoadCandidate:
-        if self.sharing is not None and self.sharing.exchange is not None and options.in_place:
+        if self.sharing is not None and options.in_place:
             raise UsageError("in_place=True: not with broadcast=True, which needs fresh memory")
         if not options.verify:
             store = store.uncached()  # a damaged copy would not be noticed

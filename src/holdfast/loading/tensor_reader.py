@@ -60,8 +60,6 @@ class TensorReader:
             store, opened, threads=threads, timeout_s=timeout_s, verify=verify, sharing=sharing
         )
         self._unread: dict[str, Wanted] = {}
-        self._are_shards_unread = False
-        """Whether there are shards among the `unread` tensors."""
 
     def use_staged_blocks(self, staged: StagedBlocks) -> None:
         """Read the blocks that are in shared memory there."""
@@ -80,7 +78,6 @@ class TensorReader:
         Of tensors in `shards` it reads and returns only those boxes. Takes further memory, for a
         short time, for 64 MiB or one stored box of tensors whose boxes are put together.
         """
-        is_sharded = any(shards.get(name) for name in needed)
         whole, boxed = self._split_needed(needed, shards)
         assembly = Assembly(self._opened.index, boxed)
         by_component = self._group_by_file(whole)
@@ -99,7 +96,7 @@ class TensorReader:
             tables[component] = FreshTensors(parts, arenas)
         for component, tensors in assembly.allocate().items():
             tables[component] = {**tables[component], **tensors}
-        self._assemble(plan, assembly, is_sharded)
+        self._assemble(plan, assembly)
         # The caller keeps this reader until all is applied, and with it the buffers.
         self._pipeline.drop_buffers()
         return tables
@@ -129,7 +126,6 @@ class TensorReader:
             self._unread.update(parts)
         apart = {name: lists[name] for name in boxed if name not in adjacent}
         fresh = self.read_tensors(apart, shards) if apart else {}
-        self._are_shards_unread |= any(held.values())
         return {**{n: UnreadTensors(self, p) for n, p in by_component.items()}, **fresh}
 
     def verify_all(self) -> None:
@@ -158,9 +154,9 @@ class TensorReader:
         """Read tensors into packed memory; see `PackedSource`."""
         plan = self._plan()
         plan.copy_packed(packed)
-        self._pipeline.run(plan, is_sharded=self._are_shards_unread)
+        self._pipeline.run(plan)
 
-    def _assemble(self, plan: ReadPlan, assembly: Assembly, is_sharded: bool) -> None:
+    def _assemble(self, plan: ReadPlan, assembly: Assembly) -> None:
         """Execute a plan together with the first pieces of an assembly, then read the others."""
         places = assembly.places
         for numbers in batches(places, places.nbytes * ~assembly.is_run):
@@ -170,10 +166,10 @@ class TensorReader:
                 plan.plan_copy(file, start, assembly.find_memory(number))
             packed = Packed(places.select_shards(numbers[~is_run]))
             plan.copy_packed(packed)
-            self._pipeline.run(plan, is_sharded=is_sharded)
+            self._pipeline.run(plan)
             assembly.scatter(numbers[~is_run], packed)
             plan = self._plan()
-        self._pipeline.run(plan, is_sharded=is_sharded)
+        self._pipeline.run(plan)
 
     def _copy_batch(
         self,
@@ -195,7 +191,7 @@ class TensorReader:
             torch.autograd.graph.increment_version(live)
         packed = Packed(places.select_shards(np.array(others, np.int64)))
         plan.copy_packed(packed)
-        self._pipeline.run(plan, is_sharded=self._are_shards_unread)
+        self._pipeline.run(plan)
         values = packed.arena.make_tensor_views(
             [pairs[number][1].spec for number in others], packed.starts, packed.nbytes
         )
@@ -217,9 +213,7 @@ class TensorReader:
             of_boxed: dict[str, LocalShards | None] = {}
             for key in keys:
                 local = held.get(key)
-                # Of a small tensor beside shards, the block may be read by another rank.
-                is_lent = held and table.specs[key].nbytes < DIRECT_NBYTES
-                if table.is_whole(key) and (local is None or local.is_whole) and not is_lent:
+                if table.is_whole(key) and (local is None or local.is_whole):
                     of_whole.append(key)
                 else:
                     of_boxed[key] = local
