@@ -158,6 +158,21 @@ def test_a_wrapper_sees_all_bytes_and_all_removals(tmp_path):
     assert inner.children() == ()
 
 
+@pytest.mark.parametrize("later", [b"tombstone", b"a manifest that is longer"])
+def test_an_object_that_is_replaced_while_it_is_read_is_read_from_one_version(later):
+    """A manifest may become a tombstone between the look at its length and its bytes."""
+
+    class Replacing(WrappedStore):
+        def head(self, key):
+            found = super().head(key)
+            self.inner.put(key, later)
+            return found
+
+    store = Replacing(MemoryStore())
+    store.put("a", b"a long manifest")
+    assert store.get_whole("a", max_nbytes=100) == later
+
+
 def test_a_store_whose_copies_may_answer_is_read_by_get_alone():
     class Copying(WrappedStore):
         def read_into(self, key, start, buffer, **options):

@@ -234,10 +234,14 @@ class Store(ABC):
         Raises:
             LimitExceeded: it has more than `max_nbytes`; nothing was read.
         """
+        what = f"{self.url}/{key}"
         nbytes = self.head(key).nbytes
-        expect_at_most(nbytes, max_nbytes, what=f"{self.url}/{key}")
+        expect_at_most(nbytes, max_nbytes, what=what)
         if not afresh:
-            return self.get(key, 0, nbytes)
+            # Not `nbytes` of it: the object may have been replaced, as a manifest by a tombstone.
+            found = self.get(key)
+            expect_at_most(len(found), max_nbytes, what=what)
+            return found
         data = bytearray(nbytes)
         self.read_into(key, 0, memoryview(data), afresh=True)
         return bytes(data)
