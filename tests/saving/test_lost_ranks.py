@@ -250,6 +250,24 @@ def test_a_follower_whose_post_may_have_arrived_waits_for_the_outcome() -> None:
     assert leader == follower
 
 
+def test_a_follower_that_cannot_read_the_manifest_is_in_doubt() -> None:
+    """The leader has committed, so the follower must not say that the save failed."""
+    store = MemoryStore()
+    damaged = FaultyStore(store, [Fault(kind="flip", op="get", key="*/manifest.json", times=None)])
+
+    def work(member: Member) -> str:
+        manager = member.manager([store, damaged][member.rank])
+        error = manager.save(1).committed.exception(60)
+        if error is not None:
+            with pytest.raises(errors.SaveFailed):
+                manager.close()
+        return str(error)
+
+    leader, follower = all_of(on_ranks(2, work))
+    assert leader == "None"
+    assert "may or may not have committed" in follower
+
+
 class Late(FaultyStore):
     """A view of a store whose files vanish while they are made, once an event is set."""
 

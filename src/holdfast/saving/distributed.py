@@ -807,7 +807,7 @@ class FollowingSave(_RanksSave):
         store.refresh_folder(attempt.folder)
         try:
             found = Catalog(store).read(attempt.folder)
-        except StoreError as unread:
+        except (FormatError, SealError, StoreError) as unread:
             raise OutcomeUnknown(
                 f"{store.url}/{attempt.folder}: the leader has committed it, and this rank cannot "
                 f"read its manifest: {unread}"
