@@ -61,6 +61,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("coordinator",),
         (
             "exchange",
+            "hosts",
             "liveness",
             "messages",
         ),
@@ -124,6 +125,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
             "script_warnings",
             "settings_history",
         ),
+        ("partner_copies",),
         (
             "distributed",
             "write_files",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager as CheckpointManager
     from holdfast.ownership.access import add_metrics as add_metrics
     from holdfast.ownership.access import reading as reading
+    from holdfast.ownership.tiered_options import HostTiers as HostTiers
     from holdfast.ownership.tiered_options import Tiered as Tiered
     from holdfast.policy.auto import Auto as Auto
     from holdfast.policy.clock import Time as Time
@@ -75,6 +76,7 @@ _HOMES = {
     "Encryption": "holdfast.keys",
     "Every": "holdfast.policy.triggers",
     "EveryNth": "holdfast.policy.rules",
+    "HostTiers": "holdfast.ownership.tiered_options",
     "Hourly": "holdfast.policy.rules",
     "Last": "holdfast.policy.rules",
     "LocalStore": "holdfast.store.local.store",

@@ -14,7 +14,7 @@ from holdfast.events import Sink, log_event
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.manifest import Timestamp
 from holdfast.keys import Encryption
-from holdfast.ownership.tiered_options import Tiered, TierRules
+from holdfast.ownership.tiered_options import HostTiers, Tiered, TierRules
 from holdfast.policy.best import BestRule, best_rules_of
 from holdfast.policy.clock import Time
 from holdfast.policy.naming import DEFAULT_LABEL, LabelFunction, compile_label
@@ -117,6 +117,8 @@ class Checkpoints:
         _ = self.memory_budget_nbytes
         check_choices(self.compress)
         commands_of(self.on_commit)
+        if isinstance(self.root, HostTiers):
+            self._check_host_tiers()
         for name in ("save_timeout_s", "exit_timeout_s"):
             value = getattr(self, name)
             if not value > 0:
@@ -169,6 +171,14 @@ class Checkpoints:
                 f"memory_budget={self.memory_budget!r}: at least {MIN_BUDGET} bytes are needed"
             )
         return nbytes
+
+    def _check_host_tiers(self) -> None:
+        """Raise `UsageError` for options that cannot be used with a disk in each host."""
+        if self.encrypt is not None:
+            raise UsageError("HostTiers does not support encrypt=. Use Tiered with shared storage")
+        if self.memory_budget is not None or self.broadcast:
+            name = "broadcast=True" if self.broadcast else "memory_budget"
+            raise UsageError(f"{name}: not with HostTiers, whose loads share blocks, in new memory")
 
     def check_components(self, components: Collection[str]) -> None:
         """Raise `UsageError` unless the components that the options name are among `components`.

@@ -414,3 +414,8 @@ def some_of(names: Sequence[str], limit: int = 10) -> str:
 
 class NotShared(RanksError):
     """A rank does not see what another has written: all must share the storage of the root."""
+
+    ADVICE = (
+        "All ranks must have the same storage under this root. If each host has a disk of its own, "
+        "use HostTiers(local, remote)"
+    )

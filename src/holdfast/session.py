@@ -33,8 +33,8 @@ from holdfast.maintenance.housekeeping import IntervalMeasurements, PostSaveTask
 from holdfast.maintenance.preflight import FirstSaveChecks, probe_as_follower
 from holdfast.ownership.owner import left_s
 from holdfast.ownership.process import liveness, this_process
-from holdfast.ownership.tiered_catalog import catalog_of
-from holdfast.ownership.tiered_options import Tiered, TierRules
+from holdfast.ownership.tiered_catalog import TieredCatalog, catalog_of
+from holdfast.ownership.tiered_options import HostTiers, Tiered, TierRules
 from holdfast.policy.clock import Time, parse
 from holdfast.policy.naming import compile_label
 from holdfast.policy.rules import best_rules
@@ -44,6 +44,7 @@ from holdfast.ranks.coordinator import Coordinator, Processes
 from holdfast.replication.mirror import ownership
 from holdfast.saving.compression import Compressing, resolve_compress
 from holdfast.saving.distributed import DistributedSaves
+from holdfast.saving.probe import ProbeResult
 from holdfast.saving.progress_counters import Counters, ProgressClock
 from holdfast.saving.saver import Saver
 from holdfast.saving.script_warnings import ScriptWarnings
@@ -59,7 +60,9 @@ from holdfast.state.components import RNG, check_state, marked, refuse_other_sha
 from holdfast.threads.buffers import collector_paused
 
 if TYPE_CHECKING:
+    from holdfast.loading.hosts import HostRecords
     from holdfast.loading.staged_blocks import StagedBlocks
+    from holdfast.saving.partner_copies import PartnerCopies
 
 _UPLOADS_END_S = 6.0
 """Time that a stop's grace keeps for ending the uploads under way, and for releasing the run."""
@@ -76,6 +79,10 @@ class Session:
 
     Methods run in the training thread unless they name another one.
     """
+
+    records: HostRecords | None = None
+    """What the hosts have, if each has a disk."""
+    _copies: PartnerCopies | None = None
 
     def __init__(
         self,
@@ -137,6 +144,7 @@ class Session:
             self.emit,
             timeout_s=checkpoints.save_timeout_s,
             broadcasts=checkpoints.broadcast,
+            records=self.records,
         )
         self._make_saves(checkpoints, rules, compressing)
         self.clock = ProgressClock(self.catalog, self.schedule, counters, self.emit)
@@ -165,9 +173,16 @@ class Session:
         if not self.ranks.is_leader:
             self.emit.leave_reports()
 
+    def _probe_root(self, folder: str) -> ProbeResult:
+        """Try the root as a follower, before the first save."""
+        hosts = None if self.records is None else self.records.hosts
+        return probe_as_follower(self.store, self.ranks.rank, self.emit, hosts, folder)
+
     def _own_root(self, checkpoints: Checkpoints, rules: TierRules) -> None:
         """Make what owns the run in its root, uploads it and cleans it up."""
         assert checkpoints.root is not None
+        if isinstance(checkpoints.root, HostTiers):
+            self._join_hosts(checkpoints.root, checkpoints.save_timeout_s)
         self.owner, self.uploads, self.housekeeper = ownership(
             checkpoints.root,
             self.catalog,
@@ -185,6 +200,19 @@ class Session:
             self.store, self.owner, self.emit, self.schedule.auto
         )
 
+    def _join_hosts(self, root: HostTiers, timeout_s: float) -> None:
+        """Make what ranks share about the disks of their hosts, on all ranks at this point."""
+        # A root with one disk needs none of this.
+        from holdfast.loading.hosts import HostRecords
+        from holdfast.saving.partner_copies import PartnerCopies
+
+        assert isinstance(self.catalog, TieredCatalog), "there are two tiers"
+        self.records = HostRecords(self.ranks, self.catalog, self.emit, timeout_s=timeout_s)
+        if root.partner and self.ranks.world_size == 1:
+            self.emit("warning", "partner=True: with one rank there are no second copies")
+        elif root.partner:
+            self._copies = PartnerCopies(self.ranks.exchange(timeout_s=timeout_s), timeout_s)
+
     def _make_saves(
         self, checkpoints: Checkpoints, rules: TierRules, compressing: Compressing
     ) -> None:
@@ -194,10 +222,12 @@ class Session:
         self.distributed = DistributedSaves(
             self.ranks,
             timeout_s=timeout_s,
-            look=partial(probe_as_follower, self.store, self.ranks.rank, self.emit),
+            look=self._probe_root,
             warn=warn,
             may_wait=isinstance(root, Tiered) and root.options.max_lag is not None,
         )
+        if self.records is not None:
+            self.distributed.records, self.distributed.copies = self.records, self._copies
         self.events = outside_of(
             self.ranks,
             Requests(self.store, emit=self.emit),

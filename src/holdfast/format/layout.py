@@ -369,6 +369,11 @@ def is_data_name(name: str) -> bool:
     return is_index_name(name) or is_stored_name(name) or _FILE.fullmatch(plain) is not None
 
 
+def is_document(name: str) -> bool:
+    """Whether a file that a manifest lists is an index or a component's tree."""
+    return plain_file(name).endswith(".json")
+
+
 @_cached
 def check_file_name(name: str) -> None:
     """Raise `FormatError` unless a manifest may list a file called `name`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -75,7 +76,7 @@ _COUNTERS = Timestamp.__struct_fields__
 _OPTIONAL_COUNTERS = _COUNTERS[_COUNTERS.index("wall_s") + 1 :]
 _OPTIONAL_MEMBERS = (
     *("writer", "savers", "left_out", "unhealthy", "sharded"),
-    *("best", "config", "changes", "policy"),
+    *("best", "config", "changes", "policy", "hosts"),
 )
 
 
@@ -196,6 +197,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     """Changes at the resumes up to this checkpoint, oldest first; those before may be left out."""
     policy: RunPolicy | None = None
     """Rules and intervals of the process that saved it; None: not recorded."""
+    hosts: Mapping[str, tuple[str, ...]] = {}
+    """Host → the files that its ranks wrote to its own disk; empty: all are in one place."""
 
     @property
     def lacks(self) -> tuple[str, ...]:
@@ -345,8 +348,10 @@ def _check_names(manifest: Manifest, *, what: str) -> None:
 
 
 def _check_files(manifest: Manifest, expected: set[str], *, what: str) -> None:
-    if odd := sorted(expected ^ set(manifest.files)):
-        raise FormatError(f"{what}: `files` and `components` do not list the same files ({odd[0]})")
+    if odd := sorted(expected ^ {*manifest.files, *chain(*manifest.hosts.values())}):
+        raise FormatError(
+            f"{what}: `files`, `components` and `hosts` do not list the same files ({odd[0][:80]})"
+        )
     for name, entry in manifest.files.items():
         plain, stored = layout.plain_file(name), entry.stored
         if name != (plain if stored is None else layout.stored_file(plain, stored.codec)):

@@ -112,9 +112,9 @@ def begin_block(
     def check() -> str:
         try:
             stored = memory[skipped:]
-            if verify and not _is_block(stored, file.stored_digests, number):
+            if verify and not is_block(stored, file.stored_digests, number):
                 store.read_into(file.key, start - skipped, memory, afresh=True)
-                if not _is_block(stored, file.stored_digests, number):
+                if not is_block(stored, file.stored_digests, number):
                     return "is not what was written"
             return decode_block(file, number, stored, plain, verify=verify)
         finally:
@@ -155,7 +155,7 @@ def decode_block(
         file.decoder(stored, plain)
     except CorruptData as error:
         return f"cannot be decoded: {error}"
-    if verify and not _is_block(plain, file.digests, number):
+    if verify and not is_block(plain, file.digests, number):
         return "decodes to other bytes than were saved"
     return ""
 
@@ -183,7 +183,7 @@ def _begin_plain(
         if hasher.digest() == _select_digest(file.digests, number):
             return ""
         store.read_into(file.key, start, plain, afresh=True)
-        return "" if _is_block(plain, file.digests, number) else "is not what was written"
+        return "" if is_block(plain, file.digests, number) else "is not what was written"
 
     store.read_into(file.key, start, plain, seen=hash_piece)
     return check
@@ -193,7 +193,8 @@ def _select_digest(digests: bytes, number: int) -> bytes:
     return digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)]
 
 
-def _is_block(data: memoryview, digests: bytes, number: int) -> bool:
+def is_block(data: memoryview, digests: bytes, number: int) -> bool:
+    """Whether a block has the digest of its number."""
     return blocks.block_digest(data) == _select_digest(digests, number)
 
 

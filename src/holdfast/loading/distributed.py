@@ -1,7 +1,8 @@
 """Loads by all ranks of a run: one candidate at a time, which all read before any applies it.
 
 The leader searches, and announces each candidate; damage on any rank is damage for all, and a
-misfit on any rank changes nothing anywhere (decision 0035).
+misfit on any rank changes nothing anywhere (decision 0035). If each host has a disk, the leader
+also says from where each file is read (decision 0068).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 from typing_extensions import override
@@ -19,6 +20,7 @@ from typing_extensions import override
 from holdfast.errors import (
     CorruptData,
     Disconnected,
+    FormatError,
     HoldfastError,
     MismatchError,
     RanksError,
@@ -28,8 +30,10 @@ from holdfast.errors import (
     is_damage,
 )
 from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES, Manifest, decode_register
 from holdfast.loading.apply import CheckpointApplier
-from holdfast.loading.plan import BlockTurn, Runs, Sharing, turns_of
+from holdfast.loading.plan import NO_HOLDERS, BlockTurn, FileSources, Runs, Sharing, turns_of
 from holdfast.loading.search import CheckpointSearch, LoadCandidate, LoadOptions, Search
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
@@ -37,6 +41,9 @@ from holdfast.ranks.coordinator import GRACE_S, Coordinator, RankFailure, Watch,
 from holdfast.root.catalog import Entry
 from holdfast.state.apply import OpaqueLoadFailed
 from holdfast.store.base import Store
+
+if TYPE_CHECKING:
+    from holdfast.loading.hosts import HostRecords, HostView
 
 _FAIL_S = 5.0
 """Limit on saying that this rank failed."""
@@ -48,6 +55,12 @@ class _Read(msgspec.Struct, frozen=True, tag="read"):
     folder: str
     is_remote: bool
     """Whether they read the remote tier's copy, as that in the local one is missing or damaged."""
+    sources: FileSources | None = None
+    """From where they read each file, if each host has a disk."""
+
+
+class _Meet(msgspec.Struct, frozen=True, tag="meet"):
+    """Announcement: all ranks say what their hosts have."""
 
 
 class _Turns(msgspec.Struct, frozen=True, tag="turns"):
@@ -69,7 +82,7 @@ class _Apply(msgspec.Struct, frozen=True, tag="apply"):
     """Leaves of the checkpoint that no rank takes, as a load that is not strict allows."""
 
 
-_Note: TypeAlias = _Read | _Turns | _Apply
+_Note: TypeAlias = _Read | _Turns | _Apply | _Meet
 
 
 class _Call(msgspec.Struct, frozen=True, tag="call"):
@@ -96,16 +109,22 @@ class _Answer(msgspec.Struct, frozen=True, tag="answer"):
     reason: str = ""
     untaken: tuple[str, ...] = ()
     """Leaves of the checkpoint that this rank does not take."""
+    suspects: tuple[str, ...] = ()
+    """Files whose copies this rank has found damaged."""
 
 
 def _ready(candidate: LoadCandidate) -> _Answer:
     return _Answer("ready", untaken=candidate.prepared.untaken)
 
 
+class _Unreadable(CorruptData):
+    """Error: the manifest of a candidate cannot be read on this host."""
+
+
 class _Interrupted(Exception):
     """The leader has announced something else while this rank was reading."""
 
-    def __init__(self, note: _Read | _Apply) -> None:
+    def __init__(self, note: _Note) -> None:
         super().__init__()
         self.note = note
 
@@ -118,12 +137,18 @@ def applying(
     *,
     timeout_s: float,
     broadcasts: bool = False,
+    records: HostRecords | None = None,
 ) -> CheckpointApplier:
-    """Return what applies checkpoints in this rank; with `broadcasts`, each is read once."""
-    if ranks.world_size == 1:
+    """Return what applies checkpoints in this rank; with `broadcasts`, each is read once.
+
+    `records` are of the hosts, if each of them has a disk.
+    """
+    if ranks.world_size == 1 and records is None:
         return CheckpointApplier(store, owner, emit)
     kind = LeaderLoad if ranks.is_leader else FollowingApplying
-    return kind(store, owner, emit, ranks, timeout_s=timeout_s, broadcasts=broadcasts)
+    return kind(
+        store, owner, emit, ranks, timeout_s=timeout_s, broadcasts=broadcasts, records=records
+    )
 
 
 class _RanksApplying(CheckpointApplier):
@@ -138,12 +163,19 @@ class _RanksApplying(CheckpointApplier):
         *,
         timeout_s: float,
         broadcasts: bool,
+        records: HostRecords | None,
     ) -> None:
         super().__init__(store, owner, emit)
         self._ranks = ranks
         self._timeout_s = timeout_s
-        self._exchange = ranks.exchange(timeout_s=timeout_s) if broadcasts else None
-        self.is_sharing = broadcasts
+        self._records = records
+        self._view: HostView | None = None
+        """The files of the candidate, if each host has a disk."""
+        self._holders: Mapping[str, Sequence[int]] = NO_HOLDERS
+        """Ranks on hosts with a file of the candidate, by name."""
+        shares = broadcasts or (records is not None and ranks.world_size > 1)
+        self._exchange = ranks.exchange(timeout_s=timeout_s) if shares else None
+        self.is_sharing = broadcasts or records is not None
         self._exchange_end = 0.0
         """When the last exchange of blocks of this load is over, in monotonic seconds; 0: none."""
         self._manager = ranks.number()
@@ -163,8 +195,27 @@ class _RanksApplying(CheckpointApplier):
                 exchange=self._exchange,
                 agree=self._agree_on_turns,
                 timeout_s=self._timeout_s,
+                is_own=None if self._records is None else self._is_own,
+            )
+        elif self._records is not None and self._ranks.world_size > 1:
+            raise RanksError(
+                f"{self._store.url}: ranks were lost while they exchanged blocks. Start the run "
+                "again"
             )
         return self._make_reader(**parts, sharing=sharing)
+
+    def _is_own(self, file: str) -> bool:
+        return self._view is not None and self._view.is_own(file)
+
+    def _use_sources(self, folder: str, manifest: Manifest, sources: FileSources) -> Store:
+        """Read a candidate from these sources from now on; return it as a store."""
+        assert self._records is not None, "each host has a disk"
+        hosts = self._records.hosts
+        ranks_of = [tuple(map(hosts.ranks_of, of_set)) for of_set in sources.hosts]
+        ranks = [sorted(rank for of_host in of for rank in of_host) for of in ranks_of]
+        self._holders = {name: ranks[number] for name, number in sources.of_file.items()}
+        self._view = self._records.make_view(folder, manifest, sources)
+        return self._view
 
     def _make_reader(self, **parts: Any) -> CheckpointSearch:
         return CheckpointSearch(**parts)
@@ -175,7 +226,12 @@ class _RanksApplying(CheckpointApplier):
 
     def _turns(self, note: _Turns) -> Sequence[BlockTurn]:
         self._exchange_end = time.monotonic() + self._timeout_s
-        return turns_of(self._ranks.rank, note.needs, note.of_rank)
+        return turns_of(self._ranks.rank, note.needs, note.of_rank, self._holders)
+
+    def _read_for_others(self, candidate: LoadCandidate, note: _Turns) -> None:
+        """Take part in turns in which this rank, which has read all that it needs, reads."""
+        if turns := self._turns(note):
+            candidate.reader.read_for_others(turns)
 
     @override
     @contextmanager
@@ -203,7 +259,8 @@ class _RanksApplying(CheckpointApplier):
         self._emit(
             "warning",
             f"{self._store.url}: ranks were lost while they exchanged blocks. From now on this "
-            "rank reads all that it needs by itself, as without broadcast=True",
+            "rank reads all that it needs by itself, as without broadcast=True, and with HostTiers "
+            "it loads nothing",
         )
 
     @property
@@ -266,7 +323,10 @@ class _RanksApplying(CheckpointApplier):
             kind = "damaged"
         elif isinstance(error, TransientStoreError):
             kind = "unread"
-        return _Answer(kind, str(error) or repr(error))
+        suspects = () if self._view is None else tuple(sorted(self._view.suspects))
+        if isinstance(error, _Unreadable):
+            suspects = (layout.MANIFEST,)
+        return _Answer(kind, str(error) or repr(error), suspects=suspects)
 
 
 class LeaderLoad(_RanksApplying):
@@ -274,6 +334,9 @@ class LeaderLoad(_RanksApplying):
 
     _refusal: HoldfastError | None = None
     """Error that another rank's answer has raised while this one was reading."""
+    _sources: FileSources | None = None
+    _has_other_source = False
+    """Whether a copy was found damaged of which there may be another one."""
 
     @override
     def _make_reader(self, **parts: Any) -> CheckpointSearch:
@@ -285,6 +348,7 @@ class LeaderLoad(_RanksApplying):
         try:
             self._post(self._call)
             self._expect_same_calls(self._collect_posts(_Call))
+            self.meet()
             found = super().apply_checkpoint(search, claims=claims)
             if found is None:
                 self._announce_note(self._apply_note(search))
@@ -314,11 +378,29 @@ class LeaderLoad(_RanksApplying):
         if odd:
             raise RanksFailed(f"{own.method}(), {self._message_tag}", odd)
 
-    def ask_to_read(self, entry: Entry, *, is_remote: bool) -> None:
-        """Let all followers read a candidate, from the same tier."""
-        self._entry = entry
-        self._refusal = None
-        self._announce_note(_Read(entry.folder, is_remote))
+    def meet(self) -> None:
+        """Learn what each host has, if each has a disk."""
+        if self._records is not None:
+            self._announce_note(_Meet())
+            self._records.lead()
+
+    def ask_to_read(self, entry: Entry, options: LoadOptions, *, is_remote: bool) -> Store | None:
+        """Let all followers read a candidate, from the same tier; return the own view of it."""
+        view, sources = None, None
+        if self._records is not None:
+            sources = self._records.find_sources(entry, options)
+            view = self._use_sources(entry.folder, entry.manifest, sources)
+        self._entry, self._sources = entry, sources
+        self._refusal, self._has_other_source = None, False
+        self._announce_note(_Read(entry.folder, is_remote, sources))
+        return view
+
+    def has_other_source(self, error: HoldfastError) -> bool:
+        """Whether a candidate that proved damaged may be read anew, from other copies."""
+        if not self._has_other_source or not is_damage(error):
+            return False
+        self.meet()
+        return True
 
     def expect_ready(self, entry: Entry, found: LoadCandidate | HoldfastError) -> None:
         """Wait until all ranks have read a candidate; `found` is what this rank has read of it."""
@@ -329,7 +411,13 @@ class LeaderLoad(_RanksApplying):
             raise found
         posts = self._after(_ready(found))
         while any(isinstance(post, _Needs) for post in posts):
-            self._announce_needs(posts)
+            note = self._announce_needs(posts)
+            try:
+                self._read_for_others(found, note)
+            except HoldfastError as error:
+                self._post(self._answer_of(error))
+                self._collected(error)
+                raise
             posts = self._after(_ready(found))
         others = [{*answer.untaken} for answer in posts if isinstance(answer, _Answer)]
         untaken = [path for path in found.prepared.untaken if all(path in of for of in others)]
@@ -417,7 +505,14 @@ class LeaderLoad(_RanksApplying):
         if isinstance(error, Disconnected):
             timeout_s += GRACE_S / 2  # the others have ended by then, and still listen
         kind: Any = _Answer | _Needs
-        return self._collect_posts(kind, timeout_s)
+        posts: list[_Answer | _Needs] = self._collect_posts(kind, timeout_s)
+        if self._records is not None and self._sources is not None:
+            for rank, post in enumerate(posts):
+                if isinstance(post, _Answer) and post.kind == "damaged":
+                    self._has_other_source |= self._records.note_suspects(
+                        rank, post.suspects, self._entry.folder, self._sources
+                    )
+        return posts
 
     def _collect_posts(self, kind: Any, timeout_s: float | None = None) -> list[Any]:
         tag = self._message_tag
@@ -436,8 +531,16 @@ class _LeadingReader(CheckpointSearch):
 
     @override
     def read_candidate(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
-        is_remote = self.catalog.find_store(entry.folder) is not self.catalog.store
-        self.loads.ask_to_read(entry, is_remote=is_remote)
+        while True:
+            is_remote = self.catalog.find_store(entry.folder) is not self.catalog.store
+            self.view = self.loads.ask_to_read(entry, options, is_remote=is_remote)
+            try:
+                return self._read_jointly(entry, options)
+            except HoldfastError as error:
+                if not self.loads.has_other_source(error):
+                    raise
+
+    def _read_jointly(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
         try:
             candidate = CheckpointSearch.read_candidate(self, entry, options)
         except HoldfastError as error:
@@ -486,18 +589,40 @@ class FollowingApplying(_RanksApplying):
         answer = _Answer("failed", "the leader has named no checkpoint")
         while not isinstance(note, _Apply):
             try:
+                if isinstance(note, _Meet):
+                    assert self._records is not None, "each host has a disk"
+                    self._records.follow()
+                    note = self._receive_note()
+                    continue
                 if isinstance(note, _Read):
                     self._unread = None
                     answer = self._read_named_by_leader(search, note)
+                elif answer.kind == "ready" and search.candidate is not None:
+                    answer = self._answer_after_turns(search.candidate, note, answer)
                 self._post(answer)  # again after turns of others, when this rank is done
                 note = self._receive_note(self._limit_s(self._unread))
             except _Interrupted as other:
                 note = other.note
         return note
 
-    def _read_named_by_leader(self, search: Search, note: _Read) -> _Answer:
+    def _answer_after_turns(
+        self, candidate: LoadCandidate, note: _Turns, answer: _Answer
+    ) -> _Answer:
         try:
-            search.choose_alike(note.folder, is_remote=note.is_remote)
+            self._read_for_others(candidate, note)
+        except HoldfastError as error:
+            self._unread = error
+            return self._answer_of(error)
+        return answer
+
+    def _read_named_by_leader(self, search: Search, note: _Read) -> _Answer:
+        self._view = None
+        try:
+            manifest = None
+            if note.sources is not None:
+                manifest = self._read_manifest(note.folder, note.sources)
+                search.use_view(self._use_sources(note.folder, manifest, note.sources))
+            search.choose_alike(note.folder, is_remote=note.is_remote, known=manifest)
         except HoldfastError as error:
             if error is self._lost:
                 raise
@@ -505,6 +630,21 @@ class FollowingApplying(_RanksApplying):
             return self._answer_of(error)
         assert search.candidate is not None, "it was chosen"
         return _ready(search.candidate)
+
+    def _read_manifest(self, folder: str, sources: FileSources) -> Manifest:
+        """Return the manifest as the leader has sent it, or as this host has it."""
+        data = sources.documents.get(layout.MANIFEST)
+        try:
+            if data is None:
+                data = self._store.get_whole(
+                    f"{folder}/{layout.MANIFEST}", max_nbytes=MAX_MANIFEST_NBYTES
+                )
+            found = decode_register(data, what=f"{folder}/{layout.MANIFEST}")
+        except (FormatError, StoreError) as error:
+            raise _Unreadable(str(error)) from error
+        if not isinstance(found, Manifest):
+            raise _Unreadable(f"{folder}: its register on this host is no manifest")
+        return found
 
     @override
     def _agree_on_turns(self, needs: Runs) -> Sequence[BlockTurn]:

@@ -16,13 +16,20 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from holdfast.errors import CorruptData, DeadlineExceeded, HoldfastError, Tampered
-from holdfast.loading.block_reader import FileBlocks, begin_block, cached_block, check_size
+from holdfast.loading.block_reader import (
+    FileBlocks,
+    begin_block,
+    cached_block,
+    check_size,
+    is_block,
+)
 from holdfast.loading.open import Opened
 from holdfast.loading.plan import (
     BlockId,
@@ -145,16 +152,33 @@ class ReadPipeline:
         Raises what `run` raises, but only at the end. What this rank cannot read it sends as
         undefined bytes, and no rank uses any, because this one says that it failed.
         """
-        turns = sharing.agree(runs_of(sorted(reads)))
-        end = time.monotonic() + sharing.timeout_s
+        needed = sorted(reads)
+        if sharing.is_own is not None:
+            needed = [block for block in needed if not sharing.is_own(block[0])]
+            if not needed:
+                return reads
+        turns = sharing.agree(runs_of(needed))
+        self.exchange_blocks(turns, reads)
+        shared = {turn.block for turn in turns}
+        return {block: read for block, read in reads.items() if block not in shared}
+
+    def exchange_blocks(
+        self, turns: Sequence[BlockTurn], reads: Mapping[BlockId, BlockRead]
+    ) -> None:
+        """Take part in turns, also in those of blocks that only other ranks need."""
+        assert self._sharing is not None, "ranks share what they read"
+        end = time.monotonic() + self._sharing.timeout_s
+        opened = self._opened
+        for file in sorted({turn.block[0] for turn in turns} - self._files.keys()):
+            # Unchecked: an error here, before the turns, would let the other ranks wait.
+            entry = opened.manifest.files[file]
+            self._files[file] = FileBlocks.from_entries(opened.folder, file, entry, opened.index)
         try:
             with self._store.keeping_open():
-                _Exchange(self, reads, sharing, turns, end).exchange_blocks()
+                _Exchange(self, reads, self._sharing, turns, end).take_turns()
         except BaseException as error:
             self.failure = error
             raise
-        shared = {turn.block for turn in turns}
-        return {block: read for block, read in reads.items() if block not in shared}
 
     def memory_of(self, block: BlockId, read: BlockRead) -> memoryview:
         """Return the memory into which a block is read, of its length."""
@@ -167,6 +191,14 @@ class ReadPipeline:
     def submit_block(self, block: BlockId, memory: memoryview) -> Future[None]:
         """Begin to read and check a block."""
         return self._threads.submit_read(partial(self._begin_checked, block, memory))
+
+    def find_fault(self, memories: Sequence[tuple[BlockId, memoryview]]) -> CorruptData | None:
+        """Compare blocks that have come from other ranks with their digests."""
+        for (file, number), memory in memories if self._verify else ():
+            if not is_block(memory, self._files[file].digests, number):
+                where = f"{self._opened.folder}/{file}: block {number}"
+                return CorruptData(f"{where} has come from another rank with other bytes")
+        return None
 
     def use_block(self, read: BlockRead, memory: memoryview) -> None:
         """Copy a block that is right to its destinations, and reuse its memory if it may be."""
@@ -327,6 +359,10 @@ class ReadPipeline:
         return f"it holds {', '.join(names[:5]) or 'the header'}{more}"
 
 
+_Transferred: TypeAlias = tuple[BlockId, memoryview, bool]
+"""Block of a transfer, its memory, and whether this rank has read it."""
+
+
 class _Exchange:
     """Exchange of the blocks of one plan that several ranks need."""
 
@@ -347,11 +383,11 @@ class _Exchange:
         self._ahead: deque[tuple[memoryview, Future[None]]] = deque()
         self._failure: HoldfastError | None = None
 
-    def exchange_blocks(self) -> None:
+    def take_turns(self) -> None:
         """Take part in all turns; raise the first error when they are over."""
         for _ in range(_NUM_AHEAD):
             self._read_ahead()
-        before: tuple[RankTransfer, list[tuple[BlockId, memoryview]]] | None = None
+        before: tuple[RankTransfer, list[_Transferred]] | None = None
         for window in windows(self._turns, _NUM_TOGETHER):
             begun = self._start_window(window)
             if before is not None:
@@ -365,23 +401,22 @@ class _Exchange:
     def _read_ahead(self) -> None:
         block = next(self._own, None)
         if block is not None:
-            memory = self._pipeline.memory_of(block, self._reads[block])
+            memory = self._pipeline.memory_of(block, self._read_of(block))
             self._ahead.append((memory, self._pipeline.submit_block(block, memory)))
 
-    def _start_window(
-        self, window: Sequence[BlockTurn]
-    ) -> tuple[RankTransfer, list[tuple[BlockId, memoryview]]]:
+    def _start_window(self, window: Sequence[BlockTurn]) -> tuple[RankTransfer, list[_Transferred]]:
         sends: list[tuple[int, memoryview]] = []
         receives: list[tuple[int, memoryview]] = []
-        memories: list[tuple[BlockId, memoryview]] = []
+        memories: list[_Transferred] = []
         for turn in window:
-            if turn.reader == self._sharing.rank:
+            is_own = turn.reader == self._sharing.rank
+            if is_own:
                 memory = self._next_own()
                 sends += [(rank, memory) for rank in turn.receivers]
             else:
-                memory = self._pipeline.memory_of(turn.block, self._reads[turn.block])
+                memory = self._pipeline.memory_of(turn.block, self._read_of(turn.block))
                 receives.append((turn.reader, memory))
-            memories.append((turn.block, memory))
+            memories.append((turn.block, memory, is_own))
         return self._sharing.exchange.start_exchange(sends, receives), memories
 
     def _next_own(self) -> memoryview:
@@ -396,18 +431,23 @@ class _Exchange:
                 self._failure = error
         return memory
 
-    def _complete_transfer(
-        self, transfer: RankTransfer, memories: list[tuple[BlockId, memoryview]]
-    ) -> None:
+    def _complete_transfer(self, transfer: RankTransfer, memories: list[_Transferred]) -> None:
         """Wait for a transfer, and copy its blocks to their destinations."""
         try:
             transfer.wait_until_done(max(self._end - time.monotonic(), 0.0))
         except HoldfastError as error:
             # The others go on among themselves: a rank that waits for this one is not to blame.
             self._failure = self._failure or error
+        if self._failure is None and self._sharing.is_own is not None:
+            received = [(block, memory) for block, memory, is_own in memories if not is_own]
+            self._failure = self._pipeline.find_fault(received)
         if self._failure is None:
-            for block, memory in memories:
-                self._pipeline.use_block(self._reads[block], memory)
+            for block, memory, _ in memories:
+                self._pipeline.use_block(self._read_of(block), memory)
+
+    def _read_of(self, block: BlockId) -> BlockRead:
+        """Return what this rank does with a block: nothing, if it reads it for others only."""
+        return self._reads.get(block, BlockRead())
 
 
 def _targets(segments: Sequence[Segment], memory: memoryview) -> list[memoryview] | None:

@@ -16,8 +16,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
+import msgspec
 import numpy as np
 
 from holdfast.format.boxes import Column
@@ -192,6 +194,23 @@ def batches(places: Places, packed_nbytes: Column) -> list[Column]:
 Run: TypeAlias = tuple[str, int, int]
 """File, first block and the block behind the last one: blocks that follow each other."""
 Runs: TypeAlias = tuple[Run, ...]
+NO_HOLDERS: Mapping[str, Sequence[int]] = MappingProxyType({})
+
+
+class FileSources(msgspec.Struct, frozen=True):
+    """From where ranks with a disk in each host read the files of a checkpoint (decision 0068)."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    """Different sets of hosts that have some file."""
+    of_file: dict[str, int]
+    """Number of such a set, by name; files that are not here are read from the remote tier."""
+    documents: dict[str, bytes]
+    """Index, trees and manifest that some host lacks."""
+
+    def hosts_of(self, name: str) -> tuple[int, ...]:
+        """Return the hosts from which a file is read; none: the remote tier."""
+        number = self.of_file.get(name)
+        return () if number is None else self.hosts[number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +231,8 @@ class Sharing:
     agree: Callable[[Runs], Sequence[BlockTurn]]
     """Tells the other ranks what this one needs; returns the turns in which it takes part."""
     timeout_s: float
+    is_own: Callable[[str], bool] | None = None
+    """Whether this rank's host has a file, which it then reads alone; None: all are shared."""
 
 
 def runs_of(blocks: Iterable[BlockId]) -> Runs:
@@ -226,11 +247,17 @@ def runs_of(blocks: Iterable[BlockId]) -> Runs:
     return tuple(runs)
 
 
-def turns_of(rank: int, needs: Sequence[Runs], of_rank: Sequence[int]) -> list[BlockTurn]:
+def turns_of(
+    rank: int,
+    needs: Sequence[Runs],
+    of_rank: Sequence[int],
+    holders: Mapping[str, Sequence[int]] = NO_HOLDERS,
+) -> list[BlockTurn]:
     """Return the turns in which `rank` takes part, in an order that all ranks have in common.
 
     `of_rank` has the number among `needs` of each rank's needs, negative if it needs nothing.
-    Blocks go round among the ranks that need the same, so that each of these reads as many.
+    Blocks go round among the ranks that need the same, so that each of these reads as many; those
+    of a file with `holders` among these ranks, which do not need them.
     """
     members: list[list[int]] = [[] for _ in needs]
     for other, number in enumerate(of_rank):
@@ -251,11 +278,12 @@ def turns_of(rank: int, needs: Sequence[Runs], of_rank: Sequence[int]) -> list[B
             # Kinds of few blocks must not all begin at the same rank.
             counts[kind] = len(counts)
         ranks = everyone[kind]
-        if len(ranks) < 2:
+        readers = holders.get(block[0], ranks)
+        if len(ranks) < 2 and readers is ranks:
             continue
-        reader = ranks[counts[kind] % len(ranks)]
+        reader = readers[counts[kind] % len(readers)]
         counts[kind] += 1
-        if rank in ranks:
+        if rank in ranks or rank == reader:
             turns.append(BlockTurn(block, reader, tuple(r for r in ranks if r != reader)))
     return turns
 

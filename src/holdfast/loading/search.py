@@ -47,7 +47,7 @@ from holdfast.loading.tensor_reader import Held, TensorReader
 from holdfast.ownership.claim import Choice, dropped
 from holdfast.ownership.leases import BeingDeleted, expect_kept, hold_lease
 from holdfast.results import KnownCommit
-from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.catalog import Catalog, Entry, Marks
 from holdfast.state.apply import OpaqueLoadFailed, Prepared, prepare
 from holdfast.state.capture.edits import Edit, EditedLoad, edited_load
 from holdfast.state.planning.copying import Stored
@@ -171,6 +171,8 @@ class CheckpointSearch:
     """How ranks read for each other; None: each reads what it needs."""
     staged: StagedBlocks | None = None
     """Blocks in shared memory that are read in place of stored ones."""
+    view: Store | None = None
+    """Store through which a candidate is read; None: the tier that it was found in."""
 
     @property
     def rejected(self) -> tuple[tuple[str, str], ...]:
@@ -179,7 +181,7 @@ class CheckpointSearch:
 
     def read_candidate(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
         """Read one checkpoint; raises if it is damaged or does not fit the live state."""
-        store = self.catalog.find_store(entry.folder)
+        store = self.view or self.catalog.find_store(entry.folder)
         # By the marks, before anything is read: a missing file alone would look like damage.
         gone = dropped(store, entry.folder, entry.manifest, entry.marks)
         unsaved = _may_lack(entry.manifest, options)
@@ -222,7 +224,9 @@ class CheckpointSearch:
         one_sided: SkippedComponents,
     ) -> LoadCandidate:
         if self.sharing is not None and options.in_place:
-            raise UsageError("in_place=True: not with broadcast=True, which needs fresh memory")
+            raise UsageError(
+                "in_place=True: not with broadcast=True or HostTiers, which need fresh memory"
+            )
         if not options.verify:
             store = store.uncached()  # a damaged copy would not be noticed
         opened = open_checkpoint(
@@ -599,18 +603,27 @@ class Search:
         """(folder, reason) of each checkpoint that was skipped, newest first."""
         return self._reader.rejected
 
-    def choose_alike(self, folder: str, *, is_remote: bool) -> None:
-        """Set `candidate` to the checkpoint that the leader has chosen, from the same tier."""
+    def use_view(self, view: Store) -> None:
+        """Read the next candidate through this store."""
+        self._reader.view = view
+
+    def choose_alike(self, folder: str, *, is_remote: bool, known: Manifest | None = None) -> None:
+        """Set `candidate` to the checkpoint that the leader has chosen, from the same tier.
+
+        `known` is its manifest, if the leader has sent it.
+        """
         self.candidate = None
         catalog, name = self._reader.catalog, parse_attempt(folder)
         catalog.look_again()
         if is_remote:
             catalog.switch_tier(folder)
         entry = None if name is None else catalog.entry(name)
+        if name is not None and known is not None:
+            entry = Entry(name=name, folder=folder, manifest=known, marks=Marks())
         if entry is None:
             raise NotShared(
                 f"{catalog.store.url}/{folder}: the leader sees this checkpoint, and this rank "
-                "does not. All ranks must have the same storage under this root"
+                f"does not. {NotShared.ADVICE}"
             )
         candidate = self._reader.read_candidate(entry, self._options)
         candidate.prepared.ready(candidate.tensors)

@@ -22,6 +22,7 @@ from holdfast.loading.open import Opened
 from holdfast.loading.pipeline import ReadPipeline
 from holdfast.loading.plan import (
     DIRECT_NBYTES,
+    BlockTurn,
     Packed,
     ReadPlan,
     Sharing,
@@ -134,6 +135,10 @@ class TensorReader:
         for file, wanted in self._unread.items():
             plan.plan_checked_reads(file, wanted)
         self._pipeline.run(plan)
+
+    def read_for_others(self, turns: Sequence[BlockTurn]) -> None:
+        """Read blocks that only other ranks need, and send them."""
+        self._pipeline.exchange_blocks(turns, {})
 
     def read_pairs(self, pairs: Sequence[tuple[Tensor, UnreadTensor]]) -> None:
         """Read the stored tensor of each pair into the live one; see `TensorSource`."""

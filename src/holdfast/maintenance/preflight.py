@@ -39,9 +39,17 @@ from holdfast.ownership.tiered_options import TierRules
 from holdfast.policy.rule import Rule
 from holdfast.policy.rules import recorded_time
 from holdfast.ranks.coordinator import LEADER
+from holdfast.ranks.hosts import Hosts
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import put_once, remove_scratch
-from holdfast.saving.probe import Ask, ProbeResult, SaveSize, lack_of_room, nobody
+from holdfast.saving.probe import (
+    Ask,
+    ProbeResult,
+    SaveSize,
+    lack_of_room,
+    measure_usage,
+    nobody,
+)
 from holdfast.store.base import Store
 from holdfast.threads.workers import Workers, gather_results
 
@@ -86,7 +94,7 @@ def preflight(
     ]
     if others.apart:
         raise NotShared(
-            f"{store.url}: all ranks must have the same storage under this root:\n"
+            f"{store.url}: some ranks do not see what others write. {NotShared.ADVICE}:\n"
             + listing([*others.apart, *problems])
         )
     problems += _useless_keys(store)
@@ -122,7 +130,7 @@ class _OtherRanks:
             who = f"rank {rank} on {found.host}"
             if not found.sees:
                 self.apart.append(f"{who} does not see what the leader has written")
-            elif not found.problems and _key_of(folder, rank) not in keys:
+            elif found.held is None and not found.problems and _key_of(folder, rank) not in keys:
                 self.apart.append(f"the leader does not see what {who} has written")
 
     def problems(self) -> Iterator[str]:
@@ -135,9 +143,16 @@ class _OtherRanks:
         return enumerate(self.looks, start=1)
 
 
-def probe_as_follower(store: Store, rank: int, emit: Emitter, folder: str) -> ProbeResult:
-    """Try the operations of a save, as a follower, in the scratch folder of the leader."""
+def probe_as_follower(
+    store: Store, rank: int, emit: Emitter, hosts: Hosts | None, folder: str
+) -> ProbeResult:
+    """Try the operations of a save, as a follower, in the scratch folder of the leader.
+
+    On another of `hosts`, which have a disk each, in a folder of its own.
+    """
     found = ProbeResult(host=socket.gethostname())
+    if hosts is not None and not hosts.is_leading:
+        return _probe_own_disk(store, emit, found)
     try:
         store.refresh_folder(folder)
         sees = store.get(_key_of(folder, LEADER)) == _SECOND
@@ -161,6 +176,25 @@ def probe_as_follower(store: Store, rank: int, emit: Emitter, folder: str) -> Pr
         free_nbytes=free.nbytes,
         free_inodes=free.inodes,
         file_system=free.file_system,
+    )
+
+
+def _probe_own_disk(store: Store, emit: Emitter, found: ProbeResult) -> ProbeResult:
+    refusals = [*_refusals(store, _OtherRanks(store, nobody))]
+    try:
+        if not refusals:
+            _tell_chosen(store, store.probe(), emit)
+        free, held = store.free_space(), measure_usage(store)
+    except StoreError as error:
+        refusals.append(f"trying how to write: {error}")
+        return msgspec.structs.replace(found, problems=tuple(refusals), held=(0, 0))
+    return msgspec.structs.replace(
+        found,
+        problems=tuple(refusals),
+        free_nbytes=free.nbytes,
+        free_inodes=free.inodes,
+        file_system=free.file_system,
+        held=held,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from holdfast.arguments import check_arguments
 from holdfast.errors import UsageError
@@ -167,6 +167,39 @@ class Tiered:
         object.__setattr__(self, "local", local)
         object.__setattr__(self, "remote", remote)
         object.__setattr__(self, "options", options)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class HostTiers(Tiered):
+    """A root in two tiers whose local one is a disk of each host, for runs of several ranks.
+
+        CheckpointManager(HostTiers("/nvme/gpt", "s3://bucket/gpt", partner=True), state)
+
+    Each rank writes its files to `local` on its own host. A resume reads what its host has, then
+    what other hosts have, then `remote` (docs/tiers.md).
+
+    Args:
+        local: a path on the disk of each host. Ranks that see the same files there share a host.
+        remote: as for `Tiered`.
+        partner: write a second copy of each file to the next host's `local`, before a save
+            commits. One lost host then loses nothing, and saves take about twice as long.
+        **options: the other options of `Tiered`.
+
+    Raises:
+        UsageError: an argument is wrong.
+    """
+
+    partner: bool
+
+    @check_arguments(but=("options",))
+    def __init__(self, local: Root, remote: Root, *, partner: bool = False, **options: Any) -> None:
+        Tiered.__init__(self, local, remote, **options)
+        if _is_remote(local):
+            raise UsageError(
+                f"HostTiers: local={local!r} is not a path on a host's disk; all hosts see it: use "
+                "Tiered"
+            )
+        object.__setattr__(self, "partner", partner)
 
 
 def _is_remote(root: Root) -> bool:

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,9 +34,10 @@ from holdfast.errors import (
     some_of,
 )
 from holdfast.format import blocks, layout
-from holdfast.format.manifest import Aborted, Manifest
+from holdfast.format.manifest import Aborted, Manifest, decode_register
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
+from holdfast.ownership.tiered import claim_document
 from holdfast.ranks.coordinator import (
     GRACE_S,
     LEADER,
@@ -47,7 +48,14 @@ from holdfast.ranks.coordinator import (
 )
 from holdfast.results import SavePhase
 from holdfast.root.catalog import Catalog
-from holdfast.root.commit import SaveAttempt, check_ownership, give_up
+from holdfast.root.commit import (
+    SaveAttempt,
+    check_ownership,
+    give_up,
+    mark_aborted,
+    put_once,
+    remove_files,
+)
 from holdfast.saving.participants import Gathered, OwnFile, OwnPart, SaveParticipant
 from holdfast.saving.probe import ProbeNote, ProbeResult, SaveSize
 from holdfast.saving.shard_plan import (
@@ -67,6 +75,11 @@ from holdfast.state.capture.capture import Captured
 from holdfast.state.samples import has_name, synchronized_names
 from holdfast.store.base import Store
 
+if TYPE_CHECKING:
+    from holdfast.loading.hosts import HostRecords
+    from holdfast.ranks.hosts import Hosts
+    from holdfast.saving.partner_copies import PartnerCopies
+
 T = TypeVar("T")
 
 _FAIL_S = 5.0
@@ -79,6 +92,7 @@ _NUM_EXPLAINED = 10
 _CALL = ("save_class", "epoch", "cycle", "samples", "tokens")
 """Arguments of a save, besides step, components and tags, that must be equal on all ranks."""
 _PLAN_AFTER_WAIT = "plan after the wait"
+_PLAN_AFTER_HOSTS = "plan after the hosts"
 _PLAN_AFTER_PROBE = "plan after the probe"
 _PLAN_AFTER_VALUES = "plan after the values"
 _PHASES = {
@@ -87,6 +101,9 @@ _PHASES = {
     "folder": SavePhase.FOLDER,
     "files": SavePhase.WRITING,
     "outcome": SavePhase.COMMITTING,
+    "written": SavePhase.WRITING,
+    "copy": SavePhase.WRITING,
+    "copied": SavePhase.COMMITTING,
 }
 """Phase of the ranks whose message of this part is waited for; of all other parts, `SHARING`."""
 _EQUAL_ADVICE = (
@@ -111,6 +128,10 @@ class _WaitNote(msgspec.Struct, frozen=True, tag="wait"):
     """Announcement: the leader waits for uploads, at most as long as for a save."""
 
 
+class _HostsNote(msgspec.Struct, frozen=True, tag="hosts"):
+    """Announcement: all ranks find out which of them share a disk, and what each host has."""
+
+
 class _ValuesNote(msgspec.Struct, frozen=True, tag="values"):
     """Announcement that some boxes differ between ranks, which post their values."""
 
@@ -133,6 +154,8 @@ class _FolderNote(msgspec.Struct, frozen=True):
     save_id: str
     trees: dict[str, bytes]
     """Digest of the leader's tree of each component."""
+    claim: bytes
+    """The leader's claim, for other hosts' disks; empty: all ranks share one."""
 
 
 class _OutcomeNote(msgspec.Struct, frozen=True):
@@ -140,6 +163,14 @@ class _OutcomeNote(msgspec.Struct, frozen=True):
 
     doubt: RankFailure | None
     """Why the leader does not know. The register tells."""
+    documents: dict[str, bytes] = {}
+    """Trees, index and manifest, for other hosts' disks."""
+
+
+class _CopiedPost(msgspec.Struct, frozen=True):
+    """Post of one rank: its host has these documents, or why not."""
+
+    problem: str = ""
 
 
 class _Comparison(msgspec.Struct, frozen=True):
@@ -216,8 +247,29 @@ class _RanksSave(SaveParticipant):
         self._assignment: Assignment | None = None
         """The plan by which this rank has staged its part."""
 
+    @property
+    def _hosts(self) -> Hosts | None:
+        """The hosts, if there are several that have a disk each."""
+        records = self._together.records
+        found = None if records is None else records.found
+        return found if found is not None and len(found.names) > 1 else None
+
     def _tag(self, part: str) -> str:
         return f"{self._name}, {part}"
+
+    @property
+    def _copies(self) -> PartnerCopies | None:
+        """Exchange of second copies with the next host; None: there are none."""
+        return None if self._hosts is None else self._together.copies
+
+    def copy_to_partner(self, store: Store, attempt: SaveAttempt, files: Sequence[OwnFile]) -> None:
+        """In the save thread: write second copies on the next host, if there are to be any."""
+        if self._copies is not None and self._hosts is not None:
+            self._meet_written()
+            self._copies.copy_files(self._hosts, store, attempt.folder, files)
+
+    def _meet_written(self) -> None:
+        """Wait until all ranks have written their files: a copy cannot wait for one that fails."""
 
     @override
     def note_arguments(
@@ -434,6 +486,19 @@ class LeadingSave(_RanksSave):
         self._post("shares", share)
         if isinstance(share, Share):
             self._collect_shares()
+            self._meet_hosts()
+
+    def _meet_hosts(self) -> None:
+        """Learn, before the first save, what each host has."""
+        records = self._together.records
+        if records is not None and records.found is None:
+            self._announce_part(self._plan_part, _HostsNote())
+            self._said = self._plan_part = _PLAN_AFTER_HOSTS
+            records.lead()
+        if self._together.copies is not None and self._hosts is None and self._turn == 1:
+            self._together.warn(
+                "partner=True: all ranks share one host, so there are no second copies"
+            )
 
     @override
     def estimate_size(self, captured: Captured) -> SaveSize:
@@ -503,11 +568,23 @@ class LeadingSave(_RanksSave):
         self._announce_part("comparison", _Verdict(is_unchanged))
         self._said = "folder"
 
-    def announce_folder(self, attempt: SaveAttempt, trees: Mapping[str, bytes]) -> None:
+    def announce_folder(
+        self, store: Store, attempt: SaveAttempt, trees: Mapping[str, bytes]
+    ) -> None:
         """Tell the followers where to write. In the save thread."""
         self._trees = trees
         digests = {name: blake3(tree).digest() for name, tree in trees.items()}
-        self._announce_part("folder", _FolderNote(attempt.folder, attempt.save_id, digests))
+        claim = b"" if self._hosts is None else claim_document(store, attempt.name.epoch)
+        self._announce_part("folder", _FolderNote(attempt.folder, attempt.save_id, digests, claim))
+        self._said = "outcome" if self._copies is None else "copy"
+        if self._copies is not None:
+            self._uncollected.add("written")
+
+    @override
+    def _meet_written(self) -> None:
+        self._post("written", _CopiedPost())
+        self._collect_posts("written", _CopiedPost)
+        self._announce_part("copy", _CopiedPost())
         self._said = "outcome"
 
     def collect_written(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
@@ -521,11 +598,19 @@ class LeadingSave(_RanksSave):
             )
             for name in staged.kinds
         }
+        by_host: dict[int, list[str]] = {}
+        hosts = self._hosts
+        for rank, post in enumerate(posts):
+            host = -1 if hosts is None else hosts.of_rank[rank]
+            by_host.setdefault(host, []).extend(file.name for file in post.files)
+        names = () if hosts is None else hosts.names
         return Gathered(
             files=[file for post in posts for file in post.files],
             trees=trees,
             tables=self._plan.tables([post.written for post in posts]),
             writers=self._plan.writers,
+            hosts={name: tuple(by_host[host]) for host, name in enumerate(names)},
+            elsewhere=frozenset(name for host in by_host if host > 0 for name in by_host[host]),
         )
 
     def _expect_own_names(self, posts: Sequence[_FilesPost]) -> None:
@@ -539,11 +624,50 @@ class LeadingSave(_RanksSave):
                 raise RanksFailed(self._name, {rank: failure})
             taken.update(names)
 
-    def succeed(self) -> None:
-        """Tell the followers that the manifest was put. In the save thread."""
+    def succeed(self, store: Store, attempt: SaveAttempt, manifest: Manifest) -> None:
+        """Tell the followers that the manifest was put. In the save thread.
+
+        Hosts with a disk each then copy it, and this waits for them, so that the checkpoint is
+        still found if this host is lost.
+        """
+        hosts, note = self._hosts, _OutcomeNote(doubt=None)
         # The checkpoint stands, whether or not they hear of it.
         with suppress(HoldfastError):
-            self._announce_part("outcome", _OutcomeNote(doubt=None))
+            if hosts is not None:
+                names = [name for name in manifest.files if layout.is_document(name)]
+                keys = {name: f"{attempt.folder}/{name}" for name in (*names, layout.MANIFEST)}
+                try:
+                    note = _OutcomeNote(None, {name: store.get(key) for name, key in keys.items()})
+                except StoreError as error:
+                    note = _OutcomeNote(RankFailure.from_error(error, phase=SavePhase.COMMITTING))
+            self._announce_part("outcome", note)
+        if hosts is not None and note.doubt is None:
+            self._await_copies(attempt, hosts)
+
+    def _await_copies(self, attempt: SaveAttempt, hosts: Hosts) -> None:
+        """Wait until all hosts have the documents of a committed save, else warn."""
+        tag, problems = self._tag("copied"), dict[int, str]()
+        try:
+            self._post("copied", _CopiedPost())
+            watch = self._make_watch("copied")
+            found = self._ranks.collect(tag, timeout_s=max(self._left_s(), _FAIL_S), watch=watch)
+            for rank, data in found.came.items():
+                problems[rank] = decode_message(data, _CopiedPost, tag).problem
+            problems |= {rank: failure.reason for rank, failure in found.failed.items()}
+            problems |= dict.fromkeys(found.silent, "no answer")
+        except HoldfastError as error:
+            problems[self.rank] = str(error)
+        texts = [
+            f"{hosts.names[hosts.of_rank[rank]]} (rank {rank}): {problem}"
+            for rank, problem in sorted(problems.items())
+            if problem
+        ]
+        if texts:
+            self._together.warn(
+                f"{attempt.folder} is committed, and some hosts may not have its index and "
+                f"manifest:\n{listing(texts)}\nUntil it is uploaded it is lost with the leader's "
+                "host"
+            )
 
     @override
     def report_failure(self, error: BaseException, phase: SavePhase | None = None) -> None:
@@ -764,7 +888,12 @@ class FollowingSave(_RanksSave):
         self._said = "files"
         return self._receive_part("comparison", _Verdict).is_unchanged
 
-    def hear_folder(self) -> SaveAttempt:
+    @property
+    def is_apart(self) -> bool:
+        """Whether this rank's host has a disk of its own, other than the leader's."""
+        return self._hosts is not None and not self._hosts.is_leading
+
+    def hear_folder(self, store: Store) -> SaveAttempt:
         """Wait until the leader has made the folder. In the save thread."""
         self.progress.enter(SavePhase.FOLDER)
         note = self._receive_part("folder", _FolderNote)
@@ -772,7 +901,29 @@ class FollowingSave(_RanksSave):
         name = layout.parse_attempt(note.folder)
         if name is None:
             raise FormatError(f"{self._name}: {note.folder!r} is no folder of a save")
+        if self.is_apart:
+            # First the claim, which proves whose the files are.
+            store.make_folder(layout.WRITERS)
+            put_once(store, layout.writer_key(name.epoch), note.claim)
+            check_ownership(store, name.epoch, committed=False)
+            store.make_folder(note.folder)
+        if self._copies is not None:
+            self._said = "written"
         return SaveAttempt(name=name, save_id=note.save_id)
+
+    @override
+    def _meet_written(self) -> None:
+        self._post("written", _CopiedPost())
+        self._receive_part("copy", _CopiedPost)
+        self._said = "files"
+
+    def clear_host(self, store: Store, attempt: SaveAttempt, error: Exception) -> None:
+        """Remove the files of a save that certainly fails from this host's own disk."""
+        if not self.is_apart or self._hosts is None or not self._hosts.is_host_leader:
+            return
+        with suppress(HoldfastError):  # gc removes what is left
+            if mark_aborted(store, attempt.folder, by="the leader", reason=str(error)[:500]):
+                remove_files(store, attempt.folder, whole=False)
 
     def expect_going_on(self, store: Store, attempt: SaveAttempt) -> None:
         """Raise why the leader has given up, if it has: it removes what others still write."""
@@ -799,6 +950,8 @@ class FollowingSave(_RanksSave):
     def outcome(self, store: Store, attempt: SaveAttempt) -> Manifest:
         """In the save thread: wait for the outcome; a silent leader's is in the register."""
         self.progress.enter(SavePhase.COMMITTING, attempt.folder)
+        if self.is_apart:
+            return self._outcome_apart(store, attempt)
         error = self._doubt()
         if error is not None and not give_up(
             store, attempt, by=f"rank {self._ranks.rank}", reason=str(error)
@@ -816,9 +969,45 @@ class FollowingSave(_RanksSave):
             check_ownership(store, attempt.name.epoch, committed=True)  # who deletes it has claimed
             raise NotShared(
                 f"{store.url}/{attempt.folder}: rank {self._ranks.rank} does not see the manifest "
-                "that the leader has put. All ranks must have the same storage under this root"
+                f"that the leader has put. {NotShared.ADVICE}"
             )
+        if error is None and self._hosts is not None:
+            self._post_copied("")
         return found
+
+    def _outcome_apart(self, store: Store, attempt: SaveAttempt) -> Manifest:
+        """Wait for the outcome on another host, which cannot read the register."""
+        hosts = self._hosts
+        assert hosts is not None, "there are several hosts"
+        try:
+            error = self._doubt()
+        except RanksFailed as failure:
+            self.clear_host(store, attempt, failure)
+            raise
+        if error is not None:
+            raise OutcomeUnknown(
+                f"{attempt.folder}: rank {self._ranks.rank} has not heard the outcome of the save, "
+                f"and cannot read the leader's disk on {hosts.names[0]}: {error}. The next resume "
+                "uses the checkpoint if it is there"
+            ) from error
+        problem, data = "", self._documents[layout.MANIFEST]
+        found = decode_register(data, what=f"the manifest of {attempt.folder}")
+        if not isinstance(found, Manifest) or found.save_id != attempt.save_id:
+            raise FormatError(f"{attempt.folder}: the leader has sent another manifest")
+        if hosts.is_host_leader:
+            try:
+                for name, document in self._documents.items():
+                    if name != layout.MANIFEST:
+                        store.put(f"{attempt.folder}/{name}", document)
+                put_once(store, attempt.manifest_key, data)
+            except HoldfastError as unwritten:
+                problem = str(unwritten)
+        self._post_copied(problem)
+        return found
+
+    def _post_copied(self, problem: str) -> None:
+        with suppress(HoldfastError):  # the leader warns
+            self._post("copied", _CopiedPost(problem))
 
     def _doubt(self) -> RanksError | None:
         """Hear the outcome; return why it is in doubt, or None after a commit."""
@@ -832,11 +1021,12 @@ class FollowingSave(_RanksSave):
         except RanksError as error:
             return error
         note = decode_message(heard, _OutcomeNote, tag)
+        self._documents = note.documents
         return None if note.doubt is None else RanksFailed(tag, {LEADER: note.doubt})
 
     def _hear_plan(self, owner: Ownership) -> None:
-        kind: Any = _PlanNote | ProbeNote | _ValuesNote | _WaitNote
-        note: _PlanNote | ProbeNote | _ValuesNote | _WaitNote = self._receive_part(
+        kind: Any = _PlanNote | ProbeNote | _ValuesNote | _HostsNote | _WaitNote
+        note: _PlanNote | ProbeNote | _ValuesNote | _HostsNote | _WaitNote = self._receive_part(
             self._plan_part, kind
         )
         if isinstance(note, _WaitNote):
@@ -849,12 +1039,17 @@ class FollowingSave(_RanksSave):
             self._post_values(note)
             self._said, self._plan_part = said, _PLAN_AFTER_VALUES
             note = self._receive_part(self._plan_part, kind)
+        if isinstance(note, _HostsNote):
+            assert self._together.records is not None, "each host has a disk"
+            self._together.records.follow()
+            self._plan_part = _PLAN_AFTER_HOSTS
+            note = self._receive_part(self._plan_part, kind)
         if isinstance(note, ProbeNote):
             said, self._said = self._said, "probe"
             self._post("probe", self._together.look(note.folder))
             self._said, self._plan_part = said, _PLAN_AFTER_PROBE
             note = self._receive_part(self._plan_part, kind)
-        assert isinstance(note, _PlanNote), "the leader waits, compares and probes once"
+        assert isinstance(note, _PlanNote), "the leader waits, compares, meets and probes once"
         self.compares = note.compares
         owner.adopt(note.claim)
         known = self._together.known.get(self._components)
@@ -880,6 +1075,10 @@ class FollowingSave(_RanksSave):
 class DistributedSaves:
     """Makes the saves of one manager; keeps what its ranks agreed on in earlier ones."""
 
+    records: HostRecords | None = None
+    """What the hosts have, if each has a disk."""
+    copies: PartnerCopies | None = None
+    """Exchange of second copies between hosts; None: there are none."""
     share_type = OwnShare
     num_loads = 0
     _count = 0

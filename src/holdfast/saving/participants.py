@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,10 @@ class Gathered:
     tables: Mapping[str, TensorTable]
     writers: Mapping[str, Sequence[int]] | None = None
     """Number of tensor files of each rank, by component; None: the index is one document."""
+    hosts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Host → the files that its ranks have written to its own disk; empty: all are in one place."""
+    elsewhere: frozenset[str] = frozenset()
+    """Those that are not on the leader's disk."""
 
 
 class SaveParticipant:

@@ -34,6 +34,8 @@ class ProbeResult(msgspec.Struct, frozen=True, kw_only=True):
     free_inodes: int | None = None
     file_system: str = ""
     """Identity, on its host, of the file system that has this space; empty: that of the root."""
+    held: tuple[int, int] | None = None
+    """Bytes and files that its host's own disk has of the run; None: it shares the leader's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +74,7 @@ def lack_of_room(
         )
         if (whole.nbytes, whole.inodes) == (None, None):
             return
-        held = _usage(store)
+        held = measure_usage(store)
     except StoreError as error:
         yield f"room: {error}"
         return
@@ -80,7 +82,8 @@ def lack_of_room(
     one = (size.nbytes + files * _ROUNDING_NBYTES, files)
     room_for = f"and {kept} older checkpoints"
     saves = f"a save of {size.nbytes} bytes in {size.num_files} files, {room_for}"
-    yield from _lacking(store.url, whole, one, kept, held, saves)
+    if len(rooms) == 1 or all(found.held is None for found in looks):
+        yield from _lacking(store.url, whole, one, kept, held, saves)
     if len(rooms) == 1 or not size.of_ranks:
         return
     for (host, file_system), room in rooms.items():
@@ -89,10 +92,12 @@ def lack_of_room(
         there = f"file system {file_system} of {host}" if file_system else host
         part = (nbytes + files * _ROUNDING_NBYTES, files)
         # What retention will free there of the checkpoints that exist: of each an equal part.
-        freed = [
+        freed: Sequence[int] = [
             had * of_part // max(of_one, 1)
             for had, of_part, of_one in zip(held, part, one, strict=True)
         ]
+        if any(found.held is not None for found in looks):
+            freed = held if room.held is None else room.held
         ranks = _format_ranks(room.ranks)
         what = f"{nbytes} bytes in {files} files of {ranks}, {room_for}"
         yield from _lacking(f"{store.url} on {there}", room, part, kept, freed, what)
@@ -105,6 +110,7 @@ class _Room:
     ranks: list[int] = field(default_factory=list)
     nbytes: int | None = None
     inodes: int | None = None
+    held: tuple[int, int] | None = None
 
     def add_rank(self, rank: int, nbytes: int | None, inodes: int | None) -> None:
         """Add a rank; of several numbers for one file system the least counts."""
@@ -119,6 +125,7 @@ def _rooms(own: FreeSpace, looks: Sequence[ProbeResult]) -> dict[tuple[str, str]
     for rank, found in enumerate(looks, start=1):
         room = rooms.setdefault((found.host, found.file_system), _Room())
         room.add_rank(rank, found.free_nbytes, found.free_inodes)
+        room.held = found.held
     return rooms
 
 
@@ -147,7 +154,7 @@ def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
-def _usage(store: Store) -> tuple[int, int]:
+def measure_usage(store: Store) -> tuple[int, int]:
     """Count bytes and files of present checkpoints and saves, which retention will free."""
     nbytes = num_files = 0
     for name in Catalog(store).open_attempts():

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, cast
 
 import msgspec
@@ -175,8 +176,9 @@ def write(
     try:
         files = AttemptFiles(attempt, staged, tools, joint)
         if leading is not None:
-            leading.announce_folder(attempt, staged.trees)
+            leading.announce_folder(store, attempt, staged.trees)
             _write_own(files, request, files.iterate_tensor_files(), overlapped)
+            leading.copy_to_partner(store, attempt, files.own)
             progress.enter(SavePhase.GATHERING, attempt.folder)
             gathered = leading.collect_written(files.own, staged)
             files.add_gathered(gathered)
@@ -202,7 +204,7 @@ def write(
         if attempt.is_unclear:
             tools.owner.unclear.add(attempt.folder)
     if leading is not None:
-        leading.succeed()
+        leading.succeed(store, attempt, manifest)
     files.record_commit(manifest, request)
     return attempt, manifest
 
@@ -215,18 +217,22 @@ def _write_as_follower(
     overlapped: Overlapped | None,
 ) -> tuple[SaveAttempt, Manifest]:
     """In the save thread: write this rank's files into the leader's folder; wait for the commit."""
-    attempt = joint.hear_folder()
+    attempt = joint.hear_folder(tools.store)
     began = time.perf_counter()
     files = AttemptFiles(attempt, staged, tools, joint)
     try:
         _write_own(files, request, files.iterate_tensor_files(), overlapped)
+        if joint.is_apart:
+            check_sizes(files)
+        joint.copy_to_partner(tools.store, attempt, files.own)
     except HoldfastError as error:
         joint.expect_going_on(tools.store, attempt)
-        if not isinstance(error, NotFound):
+        joint.clear_host(tools.store, attempt, error)
+        if joint.is_apart or not isinstance(error, NotFound):
             raise
         raise NotShared(
             f"{tools.store.url}/{attempt.folder}: the leader has made this folder, and this rank "
-            f"does not see it: {error}. All ranks must have the same storage under this root"
+            f"does not see it: {error}. {NotShared.ADVICE}"
         ) from error
     request.timings["write_s"] = time.perf_counter() - began
     joint.post_files(files.own, staged)
@@ -271,6 +277,11 @@ def clean_up(store: Store, attempt: SaveAttempt, error: BaseException, *, is_alo
 
 class AttemptFiles:
     """The files of one save attempt, written or linked from an earlier checkpoint."""
+
+    hosts: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """Host → the files that its ranks have written to its own disk, if there are several disks."""
+    elsewhere: Mapping[str, int] = MappingProxyType({})
+    """Lengths, by key, of the files that are on the disks of other hosts."""
 
     def __init__(
         self, attempt: SaveAttempt, staged: Staged, tools: Tools, joint: SaveParticipant
@@ -411,6 +422,11 @@ class AttemptFiles:
                 if self._sealed is not None and file.sealed is not None:
                     self._sealed.include(self.attempt.folder, file.name, file.sealed)
         self._tables, self._writers = gathered.tables, gathered.writers
+        self.hosts = gathered.hosts
+        self.elsewhere = {
+            f"{self.attempt.folder}/{name}": self.entries[name].stored_nbytes
+            for name in gathered.elsewhere
+        }
 
     def encode_index_documents(self) -> dict[str, bytes]:
         """Encode the checkpoint's index, which lists tensors and block digests: files by name.
@@ -486,18 +502,19 @@ def write_index(files: AttemptFiles) -> None:
     with suppress(StoreError):  # uploads whose reply was lost; gc removes the rest
         store.abort_uploads(folder)
     files.progress.enter(SavePhase.CHECKING, folder)
-    _check_sizes(store, files)
+    check_sizes(files)
 
 
-def _check_sizes(store: Store, files: AttemptFiles) -> None:
-    folder = files.attempt.folder
-    sizes = {info.key: info.nbytes for info in store.list(f"{folder}/")}
+def check_sizes(files: AttemptFiles) -> None:
+    """In the save thread: compare the sizes of all files that are on this host's disk."""
+    store, folder = files.tools.store, files.attempt.folder
+    sizes = {**files.elsewhere, **{one.key: one.nbytes for one in store.list(f"{folder}/")}}
     for name, entry in files.entries.items():
         nbytes = sizes.get(f"{folder}/{name}")
         if nbytes is None and name in files.of_others:
             raise NotShared(
                 f"{store.url}/{folder}/{name}: another rank has written this file, and the "
-                "leader does not see it. All ranks must have the same storage under this root"
+                f"leader does not see it. {NotShared.ADVICE}"
             )
         if nbytes != entry.stored_nbytes:
             raise StoreError(
@@ -545,4 +562,5 @@ def manifest_of(
         config=request.config,
         changes=request.changes,
         policy=request.policy,
+        hosts={**files.hosts},
     )

@@ -1,0 +1,481 @@
+"""Records and files of a run whose local tier is a disk of each host (decision 0068).
+
+The leader learns what each host has, copies into its own root the records that it lacks, and says
+from where each file of a candidate is read. A `HostView` reads them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import chain
+from typing import TypeAlias
+
+import msgspec
+from blake3 import blake3
+from typing_extensions import override
+
+from holdfast.errors import (
+    CommitConflict,
+    CorruptData,
+    FormatError,
+    NotFound,
+    StoreError,
+    listing,
+    some_of,
+)
+from holdfast.events import Emitter
+from holdfast.format import blocks, layout
+from holdfast.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    Aborted,
+    Deleted,
+    FileEntry,
+    Manifest,
+    decode_register,
+    encode_manifest,
+)
+from holdfast.format.strictjson import MAX_CHECKED_NBYTES
+from holdfast.loading.plan import FileSources
+from holdfast.loading.search import LoadOptions, PassedOver
+from holdfast.ownership.claim import dropped
+from holdfast.ownership.tiered_catalog import TieredCatalog
+from holdfast.ranks.coordinator import Coordinator, decode_message
+from holdfast.ranks.hosts import HostRounds, Hosts, find_hosts
+from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.commit import put_once
+from holdfast.root.documents import read_document
+from holdfast.store.base import FillCached, ObjectInfo, Seen, Store, WrappedStore, ignore
+
+_REMOTE = -1
+"""Number of the remote tier among the hosts."""
+_ORDER = ("damaged", "aborted", "committed", "deleted")
+"""States of a register, the one that counts last."""
+_MAX_ASKED = 100
+"""Most small records of one round."""
+
+
+class LostHost(PassedOver):
+    """Error: files of a checkpoint were only on a host that does not take part."""
+
+
+class _Find(msgspec.Struct, frozen=True, tag="find"):
+    """Announcement: all ranks find out which of them share a disk."""
+
+
+class _List(msgspec.Struct, frozen=True, tag="list"):
+    """Announcement: host leaders list what they have."""
+
+
+class _Fetch(msgspec.Struct, frozen=True, tag="fetch"):
+    """Announcement: these ranks send these records of their hosts."""
+
+    keys: dict[int, tuple[str, ...]]
+
+
+class _Done(msgspec.Struct, frozen=True, tag="done"):
+    """Announcement: the leader knows enough."""
+
+
+_Note: TypeAlias = _Find | _List | _Fetch | _Done
+
+
+class _Listed(msgspec.Struct, frozen=True):
+    """Post of a host leader: the claims, registers and files of its root."""
+
+    claims: dict[str, bytes]
+    """Digest of each claim and close, by key."""
+    registers: dict[str, str]
+    """State of the register of each attempt that has one, by folder."""
+    files: dict[str, dict[str, int]]
+    """Lengths of the data files of each attempt, by folder and name."""
+
+
+class HostRecords:
+    """What the hosts of one manager have; all ranks call `lead` and `follow` at the same points."""
+
+    def __init__(
+        self, ranks: Coordinator, catalog: TieredCatalog, emit: Emitter, *, timeout_s: float
+    ) -> None:
+        self._rounds = HostRounds(ranks, emit, timeout_s=timeout_s)
+        self._is_leader = ranks.is_leader
+        self._catalog, self._store = catalog, catalog.store
+        self._emit = emit
+        self.found: Hosts | None = None
+        """The hosts; None before the first `lead` or `follow`."""
+        self._listed: list[_Listed] = []
+        """The leader's: what each host has."""
+        self._damaged: set[tuple[int, str, str]] = set()
+        """The leader's: host, folder and name of files that are not as they were written."""
+
+    @property
+    def hosts(self) -> Hosts:
+        """The hosts, which are found before the first save or load."""
+        assert self.found is not None, "all ranks have met"
+        return self.found
+
+    def lead(self) -> None:
+        """In the leader: learn what all hosts have, and copy the records that its root lacks."""
+        with self._failing_together():
+            if self.found is None:
+                self._announce(_Find())
+                self.found = find_hosts(self._rounds, self._store)
+            self._announce(_List())
+            self._rounds.post_answer(self._list_own())
+            answers = self._rounds.collect_answers()
+            leaders = [self.hosts.ranks_of(host)[0] for host in range(len(self.hosts.names))]
+            self._listed = [
+                decode_message(answers[rank], _Listed, "what a host has") for rank in leaders
+            ]
+            self._merge(leaders)
+            self._announce(_Done())
+        self._catalog.look_again()
+
+    def follow(self) -> None:
+        """In a follower: take part in what the leader does in `lead`."""
+        with self._failing_together():
+            while not isinstance(note := self._receive(), _Done):
+                if isinstance(note, _Find):
+                    self.found = find_hosts(self._rounds, self._store)
+                elif isinstance(note, _List):
+                    self._rounds.post_answer(self._list_own())
+                else:
+                    self._rounds.post_answer(self._read_asked(note))
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._rounds.report_failure(error)
+            raise
+
+    def _announce(self, note: _Note) -> None:
+        self._rounds.announce_note(msgspec.msgpack.encode(note))
+
+    def _receive(self) -> _Note:
+        kind: type[_Note] = _Find | _List | _Fetch | _Done  # type: ignore[assignment]
+        return decode_message(self._rounds.receive_note(), kind, "a message about hosts")
+
+    # What a host has
+
+    def _list_own(self) -> bytes:
+        """List what this host has, in its leader."""
+        if not self.hosts.is_host_leader:
+            return b""
+        store, catalog = self._store, Catalog(self._store)
+        claims = {
+            f"{layout.WRITERS}/{name}": blake3(self._read(f"{layout.WRITERS}/{name}")).digest(
+                length=8
+            )
+            for name in store.children(layout.WRITERS)
+            if layout.parse_writer(name) is not None or layout.parse_closed(name) is not None
+        }
+        registers: dict[str, str] = {}
+        files: dict[str, dict[str, int]] = {}
+        for folder in map(str, catalog.attempts()):
+            infos = {info.key.rpartition("/")[2]: info.nbytes for info in store.list(f"{folder}/")}
+            files[folder] = {n: size for n, size in infos.items() if layout.is_data_name(n)}
+            if layout.MANIFEST in infos:
+                registers[folder] = self._state_of(folder)
+        return msgspec.msgpack.encode(_Listed(claims, registers, files))
+
+    def _state_of(self, folder: str) -> str:
+        try:
+            register = decode_register(self._read(f"{folder}/{layout.MANIFEST}"), what=folder)
+        except (FormatError, StoreError):
+            return "damaged"
+        kinds = {Manifest: "committed", Deleted: "deleted", Aborted: "aborted"}
+        return kinds[type(register)]
+
+    def _read(self, key: str) -> bytes:
+        most = max(MAX_MANIFEST_NBYTES, MAX_CHECKED_NBYTES, layout.MAX_INDEX_NBYTES)
+        return read_document(self._store, key, max_nbytes=most)
+
+    def _read_asked(self, note: _Fetch) -> bytes:
+        found: dict[str, bytes] = {}
+        for key in note.keys.get(self.hosts.rank, ()):
+            with suppress(NotFound):
+                found[key] = self._read(key)
+        return msgspec.msgpack.encode(found)
+
+    # What the leading root lacks
+
+    def _merge(self, leaders: Sequence[int]) -> None:
+        """Copy into the leading root the claims, registers and documents that it lacks."""
+        claims, registers, documents = self._lacking()
+        small = [*claims, *registers]
+        batches = [small[at : at + _MAX_ASKED] for at in range(0, len(small), _MAX_ASKED)]
+        batches += ([one] for one in documents)  # may be long
+        found: dict[str, bytes] = {}
+        for batch in batches:
+            asked: dict[int, list[str]] = {}
+            for host, key in batch:
+                asked.setdefault(leaders[host], []).append(key)
+            self._announce(_Fetch({rank: tuple(keys) for rank, keys in asked.items()}))
+            self._rounds.post_answer(msgspec.msgpack.encode({}))
+            for answer in self._rounds.collect_answers():
+                found |= decode_message(answer, dict[str, bytes], "records of a host")
+        # Manifests last, so that a root in which this ended half-way has no more than before.
+        for _, key in chain(claims, documents, registers):
+            if key in found:
+                self._put_record(key, found[key])
+
+    def _lacking(self) -> tuple[list[tuple[int, str]], ...]:
+        """Return (host, key) of claims, registers and documents that the leading root lacks."""
+        own, others = self._listed[0], [*enumerate(self._listed)][1:]
+        claims: dict[str, int] = {}
+        registers: dict[str, int] = {}
+        documents: dict[str, int] = {}
+        states = dict(own.registers)
+        for host, listed in others:
+            for key, digest in listed.claims.items():
+                if key not in own.claims:
+                    claims.setdefault(key, host)
+                elif own.claims[key] != digest:
+                    self._emit("warning", self._explain_other_claim(key, host))
+            for folder, state in listed.registers.items():
+                is_known = folder in own.registers and own.registers[folder] != "damaged"
+                known = _ORDER.index(states.get(folder, "damaged"))
+                if not is_known and _ORDER.index(state) > known:
+                    registers[f"{folder}/{layout.MANIFEST}"], states[folder] = host, state
+        for host, listed in others:
+            for folder, names in listed.files.items():
+                for name in names if states.get(folder) == "committed" else ():
+                    key, there = f"{folder}/{name}", own.files.get(folder, {})
+                    is_lacking = name not in there or (0, folder, name) in self._damaged
+                    is_sound = (host, folder, name) not in self._damaged
+                    if is_lacking and is_sound and layout.is_document(name):
+                        documents.setdefault(key, host)
+        return tuple(
+            [(host, key) for key, host in of.items()] for of in (claims, registers, documents)
+        )
+
+    def _explain_other_claim(self, key: str, host: int) -> str:
+        return (
+            f"{self.hosts.names[host]} has another {key} than the leader's host: two runs have "
+            "used these disks without the remote tier. The leader's counts"
+        )
+
+    def _put_record(self, key: str, data: bytes) -> None:
+        """Put a record of another host into the leading root; replaces only a damaged one."""
+        folder, _, name = key.partition("/")
+        self._store.make_folder(folder)
+        own = self._listed[0]
+        if (0, folder, name) in self._damaged or own.registers.get(folder) == "damaged":
+            self._store.put(key, data)
+            self._emit("mended", f"{key} was put right from another host", folder=folder)
+            self._damaged.discard((0, folder, name))
+        else:
+            with suppress(CommitConflict):  # its own stays
+                put_once(self._store, key, data)
+        if layout.is_document(name):
+            own.files.setdefault(folder, {})[name] = len(data)
+        elif name == layout.MANIFEST:
+            own.registers[folder] = self._state_of(folder)
+
+    # Sources of a candidate
+
+    def find_sources(self, entry: Entry, options: LoadOptions) -> FileSources:
+        """In the leader: say from where all ranks read the files of a checkpoint.
+
+        Raises:
+            LostHost: no source of a file is left; names the host that wrote it.
+        """
+        folder, manifest = entry.folder, entry.manifest
+        gone = dropped(self._store, folder, manifest, entry.marks)
+        components = [n for n in manifest.components if n not in gone and options.is_asked(n)]
+        names = [*filter(layout.is_index_name, manifest.files)]
+        names += chain.from_iterable(manifest.components[n].files for n in components)
+        numbers: dict[tuple[int, ...], int] = {}
+        of_file: dict[str, int] = {}
+        for name in names:
+            hosts = self._having(folder, name, manifest.files[name])
+            if hosts:
+                of_file[name] = numbers.setdefault(hosts, len(numbers))
+        rest = [name for name in names if name not in of_file]
+        if rest:
+            self._expect_remote(entry, rest)
+        sources = FileSources(tuple(numbers), of_file, {})
+        return msgspec.structs.replace(sources, documents=self._documents(entry, names, sources))
+
+    def _having(self, folder: str, name: str, file: FileEntry) -> tuple[int, ...]:
+        """Return the hosts that have a file in its full length, and not damaged."""
+        return tuple(
+            host
+            for host, listed in enumerate(self._listed)
+            if listed.files.get(folder, {}).get(name) == file.stored_nbytes
+            and (host, folder, name) not in self._damaged
+        )
+
+    def _expect_remote(self, entry: Entry, names: Sequence[str]) -> None:
+        """Raise `LostHost` unless the remote tier has these files, as far as is known."""
+        folder, remote = entry.folder, self._catalog.remote
+        try:
+            found = remote.read(folder)
+            why = "is not there"
+        except (FormatError, StoreError) as error:
+            found, why = None, f"cannot be read: {error}"
+        is_same = isinstance(found, Manifest) and found.save_id == entry.manifest.save_id
+        lost = [n for n in names if not is_same or (_REMOTE, folder, n) in self._damaged]
+        if not lost:
+            return
+        wrote = {n: host for host, of_host in entry.manifest.hosts.items() for n in of_host}
+        lines = [f"{name}, written by {wrote.get(name, 'the leader')}" for name in lost]
+        raise LostHost(
+            f"{folder}: {len(lost)} of its files are on no disk of the hosts that take part "
+            f"({some_of(self.hosts.names)}), and the checkpoint {why} in "
+            f"{remote.store.url}. Start the run with the lost host's disk to use it:\n"
+            + listing(lines)
+        )
+
+    def _documents(
+        self, entry: Entry, names: Sequence[str], sources: FileSources
+    ) -> dict[str, bytes]:
+        """Return the manifest, the index and the trees that some host lacks."""
+        everyone = set(range(len(self.hosts.names)))
+        documents: dict[str, bytes] = {}
+        states = [listed.registers.get(entry.folder) for listed in self._listed]
+        is_bad = any((h, entry.folder, layout.MANIFEST) in self._damaged for h in everyone)
+        if is_bad or any(state != "committed" for state in states):
+            documents[layout.MANIFEST] = encode_manifest(entry.manifest)
+        for name in names:
+            if layout.is_document(name) and {*sources.hosts_of(name)} != everyone:
+                documents[name] = self._read_sound(entry, name, sources)
+        return documents
+
+    def _read_sound(self, entry: Entry, name: str, sources: FileSources) -> bytes:
+        """Read a document from the leading root, else from the remote tier."""
+        file, key = entry.manifest.files[name], f"{entry.folder}/{name}"
+        is_here = 0 in sources.hosts_of(name)
+        store = self._store if is_here else self._catalog.remote.store
+        data = store.get_whole(key, max_nbytes=file.stored_nbytes, afresh=True)
+        if file.stored is None:
+            digests = blocks.digest_blocks(data, entry.manifest.block_nbytes)
+            if blocks.file_digest(len(data), digests) != file.digest:
+                self.note_damage([(0 if is_here else _REMOTE, entry.folder, name)])
+                raise CorruptData(f"{store.url}/{key}: it is not what was written")
+        return data
+
+    def note_suspects(
+        self, rank: int, names: Sequence[str], folder: str, sources: FileSources
+    ) -> bool:
+        """In the leader: use copies that a rank found damaged no more; False without a new one."""
+        own = self.hosts.of_rank[rank]
+        is_own = {name: own in sources.hosts_of(name) or name == layout.MANIFEST for name in names}
+        return self.note_damage(
+            [(own if is_own[name] else _REMOTE, folder, name) for name in names]
+        )
+
+    def note_damage(self, found: Sequence[tuple[int, str, str]]) -> bool:
+        """Note damaged files, and warn of them; return whether one was not known."""
+        fresh = [one for one in found if one not in self._damaged]
+        for host, folder, name in fresh:
+            where = self._catalog.remote.store.url if host == _REMOTE else self.hosts.names[host]
+            text = f"{folder}/{name} is damaged or missing on {where}, and read from elsewhere"
+            self._emit("warning", text, folder=folder)
+        self._damaged.update(fresh)
+        return bool(fresh)
+
+    def make_view(self, folder: str, manifest: Manifest, sources: FileSources) -> HostView:
+        """Return a store through which this rank reads a checkpoint from these sources."""
+        remote = self._catalog.remote.store
+        return HostView(self._store, remote, folder, manifest, sources, self.hosts.own)
+
+
+class HostView(WrappedStore):
+    """Store through which a rank reads one checkpoint: its host's disk, else the remote tier.
+
+    The blocks of a file that only other hosts have come from their ranks; here it has a length.
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        remote: Store,
+        folder: str,
+        manifest: Manifest,
+        sources: FileSources,
+        own: int,
+    ) -> None:
+        super().__init__(inner)
+        self._remote = remote
+        self._folder = folder
+        self._nbytes = {name: file.stored_nbytes for name, file in manifest.files.items()}
+        self._sources = sources
+        self._own = own
+        self.suspects: set[str] = set()
+        """Names of files that were read and are damaged, or may be."""
+
+    def is_own(self, name: str) -> bool:
+        """Whether this rank's host has a file of the checkpoint."""
+        return name in self._sources.documents or self._own in self._sources.hosts_of(name)
+
+    @override
+    def head(self, key: str) -> ObjectInfo:
+        name = self._name_of(key)
+        if name is None:
+            return self.inner.head(key)
+        if name in self._sources.documents:
+            return ObjectInfo(key, len(self._sources.documents[name]))
+        if not self.is_own(name) and self._sources.hosts_of(name):
+            return ObjectInfo(key, self._nbytes[name])
+        with self._suspecting(name):
+            info = self._store_of(name).head(key)
+        if info.nbytes != self._nbytes[name]:
+            self.suspects.add(name)
+        return info
+
+    @override
+    def get(self, key: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        name = self._name_of(key)
+        if name is None:
+            return self.inner.get(key, start, nbytes)
+        document = self._sources.documents.get(name)
+        if document is not None:
+            return document[start:] if nbytes is None else document[start : start + nbytes]
+        with self._suspecting(name):
+            return self._store_of(name).get(key, start, nbytes)
+
+    @override
+    def read_into(
+        self, key: str, start: int, buffer: memoryview, *, seen: Seen = ignore, afresh: bool = False
+    ) -> None:
+        """Read from the source of the file; with `afresh`, its last bytes were not right."""
+        name = self._name_of(key)
+        if name is None or name in self._sources.documents:
+            super().read_into(key, start, buffer, seen=seen, afresh=afresh)
+            return
+        if afresh:
+            self.suspects.add(name)
+        with self._suspecting(name):
+            self._store_of(name).read_into(key, start, buffer, seen=seen, afresh=afresh)
+
+    @override
+    def cached(self, key: str, start: int, nbytes: int) -> FillCached | None:
+        name = self._name_of(key)
+        return self.inner.cached(key, start, nbytes) if name and self.is_own(name) else None
+
+    @override
+    @contextmanager
+    def keeping_open(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.inner.keeping_open())
+            stack.enter_context(self._remote.keeping_open())
+            yield
+
+    def _name_of(self, key: str) -> str | None:
+        """Return the name of a file of the checkpoint; None for all other keys."""
+        folder, _, name = key.partition("/")
+        return name if folder == self._folder and name in self._nbytes else None
+
+    def _store_of(self, name: str) -> Store:
+        return self.inner if self._own in self._sources.hosts_of(name) else self._remote
+
+    @contextmanager
+    def _suspecting(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:
+            self.suspects.add(name)
+            raise

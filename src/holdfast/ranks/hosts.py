@@ -1,0 +1,189 @@
+"""The hosts of a run: which ranks see the same files under the local root (decision 0068)."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from holdfast.errors import FormatError, HoldfastError, RanksError, StoreError
+from holdfast.events import Emitter
+from holdfast.format import layout
+from holdfast.ranks.coordinator import GRACE_S, Coordinator, RankFailure, Watch, decode_message
+from holdfast.store.base import Store
+
+_FAIL_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """The hosts of a run, numbered in the order of their lowest ranks; 0 is the leader's."""
+
+    rank: int
+    of_rank: tuple[int, ...]
+    """Number of the host of each rank."""
+    names: tuple[str, ...]
+
+    @property
+    def own(self) -> int:
+        """Number of this rank's host."""
+        return self.of_rank[self.rank]
+
+    @property
+    def is_host_leader(self) -> bool:
+        """Whether this is the lowest rank of its host, which alone writes its shared files."""
+        return self.of_rank.index(self.own) == self.rank
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether this host is the leader's, in whose root the registers are."""
+        return self.own == 0
+
+    def ranks_of(self, host: int) -> list[int]:
+        """Return the ranks of a host."""
+        return [rank for rank, number in enumerate(self.of_rank) if number == host]
+
+    def partner_of(self, rank: int) -> int:
+        """Return the rank of the next host that writes a rank's second copies.
+
+        >>> hosts = Hosts(rank=0, of_rank=(0, 0, 1), names=("a", "b"))
+        >>> [hosts.partner_of(rank) for rank in range(3)]
+        [2, 2, 0]
+        """
+        host = self.of_rank[rank]
+        others = self.ranks_of((host + 1) % len(self.names))
+        return others[self.ranks_of(host).index(rank) % len(others)]
+
+
+class _Look(msgspec.Struct, frozen=True):
+    """Post of one rank: where it is, and which ranks' files it sees."""
+
+    host: str
+    root: str
+    seen: tuple[int, ...]
+
+
+class _HostsNote(msgspec.Struct, frozen=True):
+    of_rank: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+class HostRounds:
+    """Rounds of the ranks about their hosts, each rank's in the same order.
+
+    An error of one rank fails the round for all.
+    """
+
+    def __init__(self, ranks: Coordinator, emit: Emitter, *, timeout_s: float) -> None:
+        self.ranks = ranks
+        self._timeout_s = timeout_s
+        self._emit = emit
+        self._manager = ranks.number()
+        self._num_rounds = 0
+
+    def announce_note(self, data: bytes) -> None:
+        """Send the leader's message of the next round, in the leader."""
+        self._num_rounds += 1
+        self.ranks.announce(self._tag, data, timeout_s=self._timeout_s)
+
+    def receive_note(self) -> bytes:
+        """Receive the leader's message of the next round, in a follower."""
+        self._num_rounds += 1
+        return self.ranks.hear(
+            self._tag, timeout_s=self._timeout_s + GRACE_S, watch=self._make_watch()
+        )
+
+    def post_answer(self, data: bytes) -> None:
+        """Answer the last message of the leader."""
+        self.ranks.post(self._tag, data, timeout_s=self._timeout_s)
+
+    def collect_answers(self) -> list[bytes]:
+        """Collect the answers of all ranks to the last message, in the leader."""
+        tag = self._tag
+        posts = self.ranks.collect(tag, timeout_s=self._timeout_s, watch=self._make_watch())
+        return posts.expect_all(tag)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Fail the round on all ranks."""
+        if self.ranks.is_leader:
+            self._num_rounds += 1
+        elif isinstance(error, RanksError):
+            return  # the leader has said it, or cannot be reached
+        # Each failure comes before this rank's next message, so others wait for this tag.
+        failure = RankFailure.from_error(error, phase="comparing the disks of hosts")
+        with suppress(HoldfastError):
+            self.ranks.fail(self._tag, failure, timeout_s=_FAIL_S)
+
+    def _make_watch(self) -> Watch:
+        return Watch(partial(self._emit, "warning"), "comparing the disks of hosts")
+
+    @property
+    def _tag(self) -> str:
+        return f"hosts of manager {self._manager}, message {self._num_rounds}"
+
+
+def find_hosts(rounds: HostRounds, store: Store) -> Hosts:
+    """Find out which ranks see each other's files in a scratch folder under the root."""
+    ranks = rounds.ranks
+    if ranks.is_leader:
+        folder = layout.scratch_folder(os.urandom(8))
+        rounds.announce_note(folder.encode())
+    else:
+        folder = rounds.receive_note().decode()
+        if not layout.is_preflight(folder):
+            raise FormatError(f"{folder!r} is no scratch folder")
+    own = f"{folder}/rank-{ranks.rank}"
+    try:
+        store.make_folder(folder)
+        store.put(own, b"")
+        # Not before all have written, and none removes its file before all have looked.
+        _meet_again(rounds, b"")
+        store.refresh_folder(folder)
+        names = (name.removeprefix("rank-") for name in store.children(folder))
+        seen = tuple(sorted(int(name) for name in names if name.isdecimal()))
+        look = _Look(socket.gethostname(), store.url, seen)
+        note = _meet_again(rounds, msgspec.msgpack.encode(look))
+    finally:
+        with suppress(StoreError):
+            store.delete(own)
+        with suppress(StoreError):  # the last rank of the host removes it
+            store.delete(f"{folder}/")
+    found = decode_message(note, _HostsNote, "the hosts of all ranks")
+    return Hosts(rank=ranks.rank, of_rank=found.of_rank, names=found.names)
+
+
+def _meet_again(rounds: HostRounds, data: bytes) -> bytes:
+    """Post, and return what the leader makes of all posts; all ranks have then come so far."""
+    rounds.post_answer(data)
+    if not rounds.ranks.is_leader:
+        return rounds.receive_note()
+    answers = rounds.collect_answers()
+    note = msgspec.msgpack.encode(_group_ranks(answers)) if data else b""
+    rounds.announce_note(note)
+    return note
+
+
+def _group_ranks(answers: Sequence[bytes]) -> _HostsNote:
+    looks = [decode_message(answer, _Look, "a look at the disk") for answer in answers]
+    numbers: dict[int, int] = {}  # by the lowest rank of a host
+    of_rank: list[int] = []
+    for rank, look in enumerate(looks):
+        if rank not in look.seen:
+            raise StoreError(f"{look.root} on {look.host}: rank {rank} does not see its own file")
+        lowest = look.seen[0]
+        if look.seen != looks[lowest].seen:
+            raise StoreError(
+                f"{look.root} on {look.host}: ranks {lowest} and {rank} see files of different "
+                f"ranks there ({looks[lowest].seen} and {look.seen}). Each path must be one disk"
+            )
+        of_rank.append(numbers.setdefault(lowest, len(numbers)))
+    firsts = [looks[lowest] for lowest in numbers]
+    counts = Counter(look.host for look in firsts)
+    names = (look.host if counts[look.host] == 1 else f"{look.host}:{look.root}" for look in firsts)
+    return _HostsNote(tuple(of_rank), tuple(names))
