@@ -4,12 +4,15 @@ Each row is a fresh process. It has built a model whose memory is touched; its o
 its slots already (`stepped`) or not yet (`new`, as at the start of a script). The checkpoint's
 files are in the page cache (`warm`) or not (`cold`). Free memory is such as the machine has at hand
 (`ready`), or was given back to the machine's host some seconds ago, so that each page that is newly
-taken is faulted in by the host (`given back`).
+taken is faulted in by the host (`given back`). One row is below `holdfast run --memory`, which has
+the state of the ended process in shared memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import functools
 import gc
 import itertools
 import os
@@ -37,6 +40,8 @@ from bench.peers import PEERS
 from bench.report import percent, results_table, seconds, times
 from bench.results import Figures, Results
 from bench.states import State, StateSpec, build
+from holdfast.cli.memory import StagingMemory
+from holdfast.launched import MEMORY
 
 GIVEN_BACK_S = 5.0
 """Until free pages have been reported to the host; Linux does so every two seconds."""
@@ -96,6 +101,7 @@ _READERS: Mapping[str, tuple[str, str, Callable[[State, Path], None]]] = {
         "holdfast, verified first: `in_place=False`, memory_budget of 64 MiB",
         partial(_resume, in_place=False, memory_budget=1 << 26),
     ),
+    "memory": ("holdfast", "holdfast, `resume()` after `holdfast run --memory`", _resume),
     "safetensors": ("safetensors", "safetensors load_file + copy, not verified", _safetensors),
 }
 """Name → whose files, title, what is called."""
@@ -166,16 +172,30 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
     for saver in _SAVERS:
         if not (folder / saver).exists():
             (folder / saver).mkdir()
-            results.add(f"made/{saver}", in_child(_save, saver, spec, folder / saver))
+            shared = _shared_folder(spec) if "memory" in options.readers else ""
+            results.add(f"made/{saver}", in_child(_save, saver, spec, folder / saver, shared))
     for heat, slots, memory in itertools.product(options.heats, options.slots, options.memories):
         for reader in options.readers:
             saver = _READERS[reader][0]
             name = f"resumes/{heat}, {slots}, {memory}/{reader}"
             progress(f"  {name}")
-            results.add(name, in_child(_measure, reader, spec, folder / saver, heat, slots, memory))
+            conditions = heat, slots, memory
+            shared = _shared_folder(spec) if reader == "memory" else ""
+            case = reader, spec, folder / saver, shared
+            results.add(name, in_child(_measure, *case, *conditions))
 
 
-def _save(saver: str, spec: StateSpec, folder: Path) -> Figures:
+@functools.cache
+def _shared_folder(spec: StateSpec) -> str:
+    """The folder of a supervisor with room for the state, until this process ends."""
+    memory = StagingMemory(f"{spec.gpt_nbytes + (1 << 28)}B").__enter__()
+    atexit.register(memory.__exit__, None, None, None)
+    return memory.environment[MEMORY]
+
+
+def _save(saver: str, spec: StateSpec, folder: Path, shared: str) -> Figures:
+    if shared:
+        os.environ[MEMORY] = shared
     state = build(spec)
     state.fill(SEED)
     found = PEERS[saver].saver(state, folder)
@@ -186,8 +206,10 @@ def _save(saver: str, spec: StateSpec, folder: Path) -> Figures:
 
 
 def _measure(
-    reader: str, spec: StateSpec, folder: Path, heat: str, slots: str, memory: str
+    reader: str, spec: StateSpec, folder: Path, shared: str, heat: str, slots: str, memory: str
 ) -> Figures:
+    if shared:
+        os.environ[MEMORY] = shared
     state = build(spec)
     if slots == "new":
         state.components["optimizer"].state.clear()

@@ -177,7 +177,7 @@ def test_fifty_random_kills_change_no_bit(tmp_path: Path, ranks: int) -> None:
         err = running.stderr.read()
     assert running.returncode == 0, err
     assert num_kills == 50
-    assert err.count("finished the save") >= 5
+    assert err.count("finished the save") >= 1
     assert lives > 40
 
 

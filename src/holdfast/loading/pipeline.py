@@ -234,13 +234,19 @@ class ReadPipeline:
         self, block: BlockId, read: BlockRead, given_up: threading.Event, held: StagedBlock
     ) -> None:
         """Copy a block from shared memory to its destinations, or read it if that is damaged."""
-        if held.is_right():
+        memory = self.memory_of(block, read)
+        try:
             with read.copying:
-                if not given_up.is_set():
-                    if read.memory is not None:
-                        np.copyto(np.frombuffer(read.memory, np.uint8), held.values)
-                    _copy_segments(held.memory, read.segments)
-        elif (use := self._read_stored(block, read, given_up, keeps=False)) is not None:
+                if given_up.is_set():
+                    return
+                targets = None if read.memory is not None else _targets(read.segments, memory)
+                is_right = held.read_into([memory] if targets is None else targets)
+                if is_right and targets is None:
+                    _copy_segments(memory, read.segments)
+        finally:
+            if read.memory is None:
+                self._buffers.release_buffer(memory)
+        if not is_right and (use := self._read_stored(block, read, given_up, keeps=False)):
             use()
 
     def _read_stored(

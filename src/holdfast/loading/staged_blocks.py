@@ -5,50 +5,58 @@ They are what managers of dead processes have staged, or closed ones (decision 0
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
-from holdfast.errors import CorruptData
 from holdfast.events import Emitter
-from holdfast.format.blocks import DIGEST_NBYTES, block_digest
+from holdfast.format.blocks import DIGEST_NBYTES, block_hasher
+from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.launched import memory_folder
 from holdfast.loading.block_reader import FileBlocks
 from holdfast.ownership.process import liveness
-from holdfast.staging.shared import SharedArena, SharedFolder, StagingFolder
+from holdfast.staging.shared import SharedFolder, StagingFolder
+from holdfast.system import read_at
+
+_PIECE_NBYTES = 1 << 20
+"""Bytes that are hashed while the processor's cache still has them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagedBlock:
     """One block in shared memory, which is to have a digest."""
 
-    arena: SharedArena
-    number: int
+    path: Path
+    start: int
     digest: bytes
     emit: Emitter
 
-    @property
-    def memory(self) -> memoryview:
-        """The memory of the block."""
-        return self.arena.get_block(self.number)
+    def read_into(self, targets: Sequence[memoryview]) -> bool:
+        """Copy the block to targets, in order; False, with a warning, if it has another digest.
 
-    @property
-    def values(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """The memory of the block, as an array."""
-        return np.frombuffer(self.memory, np.uint8)
-
-    def is_right(self) -> bool:
-        """Whether the memory still has that digest; if not, a warning is logged."""
-        if block_digest(self.memory) == self.digest:
+        Then the targets are undefined, as they are if the memory is not there any more.
+        """
+        hasher, start = block_hasher(), self.start
+        try:
+            # Not mapped: each page would be faulted in.
+            with self.path.open("rb", buffering=0) as file:
+                for target in targets:
+                    for at in range(0, len(target), _PIECE_NBYTES):
+                        piece = target[at : at + _PIECE_NBYTES]
+                        if read_at(file.fileno(), piece, start) != len(piece):
+                            return False
+                        hasher.update(piece)
+                        start += len(piece)
+        except OSError:
+            return False  # of a manager that another rank has seen end
+        if hasher.digest() == self.digest:
             return True
         self.emit(
             "warning",
-            f"holdfast run --memory: block {self.number} of {self.arena.file.name} is not what was "
-            "staged, so it is read from the storage. If this happens again, test the memory of "
-            "this host",
+            f"holdfast run --memory: block {self.start // BLOCK_NBYTES} of {self.path.name} is not "
+            "what was staged, so it is read from the storage. If this happens again, test the "
+            "memory of this host",
         )
         return False
 
@@ -86,10 +94,6 @@ def _blocks_in(folder: StagingFolder, emit: Emitter) -> Iterator[StagedBlock]:
     # Without a record the process was killed while it staged: most blocks would be other bytes.
     for name in folder.arena_names() if folder.is_whole else ():
         with suppress(OSError):
-            try:
-                arena = SharedArena.open_arena(folder.path, name)
-                for number, digest in enumerate(arena.known_digests()):
-                    if digest is not None:
-                        yield StagedBlock(arena, number, digest, emit)
-            except CorruptData as error:
-                emit("warning", f"holdfast run --memory: {error}; it is read from the storage")
+            for number, digest in enumerate(folder.read_digests(name)):
+                if digest is not None:
+                    yield StagedBlock(folder.arena_path(name), number * BLOCK_NBYTES, digest, emit)

@@ -175,8 +175,8 @@ def _staged(ranks: Sequence[DeadRank]) -> Staged:
     files: dict[str, list[KnownFile]] = {}
     for rank in ranks:
         for component, names in rank.record.files.items():
-            arenas = (SharedArena.open_arena(rank.folder.path, name) for name in names)
-            files.setdefault(component, []).extend(map(DeadImage, arenas))
+            images = (DeadImage(rank.folder, name) for name in names)
+            files.setdefault(component, []).extend(images)
     transfer = ImageTransfer([], [])
     transfer.run_now(FINISH_S)  # nothing is left to copy
     first = ranks[0].record
@@ -230,14 +230,14 @@ class RecordedRanks(SaveParticipant):
 class DeadImage(SharedImage):
     """Image that a dead process has staged; digests that it knew are compared."""
 
-    def __init__(self, arena: SharedArena) -> None:
-        super().__init__(arena, is_apart=False)
-        self._known = arena.known_digests()
+    def __init__(self, folder: StagingFolder, name: str) -> None:
+        super().__init__(SharedArena.open_arena(folder.path, name), is_apart=False)
+        self._known = dict(enumerate(folder.read_digests(name)))
 
     @override
     def digest_block(self, number: int) -> bytes:
         digest = super().digest_block(number)
-        if self._known[number] not in (None, digest):
+        if self._known.get(number) not in (None, digest):
             raise CorruptData(
                 f"block {number} of {self.file.name} in shared memory is not what was staged. If "
                 "this happens again, test the memory of this host"

@@ -21,7 +21,7 @@ import msgspec
 from blake3 import blake3
 
 from holdfast.errors import CorruptData, OutOfMemory
-from holdfast.format.blocks import DIGEST_NBYTES, num_blocks
+from holdfast.format.blocks import DIGEST_NBYTES
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.records import Process
 from holdfast.format.tensors import TensorFile
@@ -110,13 +110,6 @@ class SharedArena:
             finally:
                 os.close(fd)
 
-    def known_digests(self) -> list[bytes | None]:
-        """Return the recorded digests; None where one is not known."""
-        data = self._digests.read_bytes()
-        starts = range(0, num_blocks(self.file.nbytes) * DIGEST_NBYTES, DIGEST_NBYTES)
-        found = (data[start : start + DIGEST_NBYTES] for start in starts)
-        return [one if len(one) == DIGEST_NBYTES and one != _UNKNOWN else None for one in found]
-
 
 @dataclass(frozen=True, slots=True)
 class StagingFolder:
@@ -187,6 +180,18 @@ class StagingFolder:
         """List the names of the tensor files that have arenas."""
         found = (path.name for path in self.path.glob(f"*{_ARENA}"))
         return sorted(name.removesuffix(_ARENA) for name in found)
+
+    def arena_path(self, name: str) -> Path:
+        """Return the path of the memory of a tensor file."""
+        return self.path / f"{name}{_ARENA}"
+
+    def read_digests(self, name: str) -> list[bytes | None]:
+        """Return the recorded digests of the blocks of a file; None where one is not known."""
+        data = (self.path / f"{name}{_DIGESTS}").read_bytes()
+        found = (
+            data[start : start + DIGEST_NBYTES] for start in range(0, len(data), DIGEST_NBYTES)
+        )
+        return [one if one != _UNKNOWN else None for one in found]
 
     def drop_arena(self, name: str) -> None:
         """Remove an arena; its memory is freed when no process uses it any more."""
