@@ -203,17 +203,18 @@ class RecordedRanks(SaveParticipant):
         super().__init__()
         self._records = records
         self.world_size = len(records)
+        shares = (record.part.share for record in records)
+        self._plan = Plan([msgspec.msgpack.decode(share, type=Share) for share in shares])
+        self.num_files = self._plan.num_files
 
     def announce_folder(self, attempt: object, trees: object) -> None:
         """No-op: nobody else writes."""
 
     def collect_written(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
-        """Join the trees of all ranks, and plan the save again from their shares."""
-        parts = [record.part for record in self._records]
-        plan = Plan([msgspec.msgpack.decode(part.share, type=Share) for part in parts])
+        """Join the trees of all ranks, and say by the plan where their tensors are."""
         written = []
-        for part in parts:
-            row, file, start = (np.frombuffer(column, "<i8") for column in part.written)
+        for record in self._records:
+            row, file, start = (np.frombuffer(column, "<i8") for column in record.part.written)
             written.append(Written(row=row, file=file, start=start))
         trees = {
             name: LeadingSave.join_trees(
@@ -221,7 +222,7 @@ class RecordedRanks(SaveParticipant):
             )
             for name in staged.kinds
         }
-        return Gathered(files=files, trees=trees, tables=plan.tables(written))
+        return Gathered(files=files, trees=trees, tables=self._plan.tables(written))
 
     def succeed(self) -> None:
         """No-op: nobody else waits."""
