@@ -617,9 +617,10 @@ class Search:
         catalog.look_again()
         if is_remote:
             catalog.switch_tier(folder)
-        entry = None if name is None else catalog.entry(name)
         if name is not None and known is not None:
-            entry = Entry(name=name, folder=folder, manifest=known, marks=Marks())
+            entry: Entry | None = Entry(name=name, folder=folder, manifest=known, marks=Marks())
+        else:
+            entry = None if name is None else catalog.entry(name)
         if entry is None:
             raise NotShared(
                 f"{catalog.store.url}/{folder}: the leader sees this checkpoint, and this rank "
