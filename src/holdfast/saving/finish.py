@@ -207,8 +207,11 @@ class RecordedRanks(SaveParticipant):
         self._plan = Plan([msgspec.msgpack.decode(share, type=Share) for share in shares])
         self.num_files = self._plan.num_files
 
-    def announce_folder(self, attempt: object, trees: object) -> None:
+    def announce_folder(self, store: object, attempt: object, trees: object) -> None:
         """No-op: nobody else writes."""
+
+    def copy_to_partner(self, store: object, attempt: object, files: object) -> None:
+        """No-op: all files are on this host."""
 
     def collect_written(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
         """Join the trees of all ranks, and say by the plan where their tensors are."""
@@ -224,7 +227,7 @@ class RecordedRanks(SaveParticipant):
         }
         return Gathered(files=files, trees=trees, tables=self._plan.tables(written))
 
-    def succeed(self) -> None:
+    def succeed(self, store: object, attempt: object, manifest: object) -> None:
         """No-op: nobody else waits."""
 
 
