@@ -131,6 +131,17 @@ def test_it_has_the_epoch_of_the_dead_and_the_next_sequence(
     assert LocalStore(root).pointed("latest") == newest.folder
 
 
+def test_with_two_tiers_it_is_committed_locally_and_the_restart_uploads_it(
+    folder: SharedFolder, tmp_path: Path
+) -> None:
+    root, remote = tmp_path / "run", tmp_path / "remote"
+    train(folder, root, until=9, at=KEPT + 1, die="before the manifest", remote=str(remote))
+    finish(folder)
+    assert entries_of(root)[0].step == KEPT + 1
+    train(folder, root, until=KEPT + 2, remote=str(remote))
+    assert [entry.step for entry in entries_of(remote)] == [*range(KEPT + 2, 0, -1)]
+
+
 def test_after_a_later_claim_nothing_is_committed(folder: SharedFolder, tmp_path: Path) -> None:
     root = tmp_path / "run"
     train(folder, root, until=9, at=KEPT + 1, die="before the manifest")

@@ -1,8 +1,9 @@
 """A training for tests of shared memory: `python trained.py ROOT JSON`; a JSON line for each fact.
 
 The options: `until` (the last step), `die` and `at` (a moment in the save of a step, of `MOMENTS`),
-`ranks` (threads of this process), `overlap`, `manager` (further options of it), `once` (a file: it
-dies only if that is missing), and `pause` (a file, for which it waits after step 2).
+`once` (a file: it dies only if that is missing), `ranks` (threads of this process), `overlap`,
+`manager` (further options of it), `remote` (the remote tier), and `pause` (a file, for which it
+waits after step 2).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from allranks import Member, all_of, on_ranks
-from holdfast import Encryption, errors
+from holdfast import Encryption, Tiered, errors
 from holdfast.events import Event
 from holdfast.keys import SecretKey
 from holdfast.saving import distributed, save, write_files
@@ -103,7 +104,8 @@ def train(member: Member, root: str, options: dict[str, Any]) -> None:
     given = {"sinks": (_tell_event,), "on_failure": "warn", **options.get("manager", {})}
     if given.get("encrypt"):
         given["encrypt"] = Encryption(keys=SecretKey(b"k" * 32))
-    with member.manager(root, overlap=options.get("overlap"), **given) as manager:
+    place = Tiered(root, options["remote"]) if "remote" in options else root
+    with member.manager(place, overlap=options.get("overlap"), **given) as manager:
         found = manager.resume()
         step = found.step if found else 0
         say(rank=member.rank, resumed=step, bits=bits(member))
