@@ -95,7 +95,7 @@ def _leader_does_not_wait_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
         clock.call_at(clock.now_s + 1.0, lambda: view._put_now(self._key, data, if_absent=False))
 
     monkeypatch.setattr(GatheringWriter, "put_content", put_later)
-    monkeypatch.setattr(save, "_check_sizes", lambda store, files: None)
+    monkeypatch.setattr(save, "check_sizes", lambda files: None)
 
 
 def _follower_puts_no_marker(monkeypatch: pytest.MonkeyPatch) -> None:
