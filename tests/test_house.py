@@ -79,9 +79,9 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 112_500, _SMALLER, reason="indexes in parts, simulated clusters, memory"),
+    Limit("lines of src", 112_800, _SMALLER, reason="indexes in parts, simulated clusters, memory"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 65_000, _SMALLER, reason="indexes in parts, tiers, staged memory"),
+    Limit("lines of the core", 65_300, _SMALLER, reason="indexes in parts, tiers, staged memory"),
     Limit(
         "modules",
         416,

@@ -188,7 +188,7 @@ def test_without_a_preflight_no_rank_tries_anything() -> None:
 @pytest.mark.parametrize("verb", ["hear", "post"])
 def test_a_rank_that_is_lost_while_it_tries_is_named(how: Any, verb: Any) -> None:
     store = MemoryStore()
-    part = "probe" if verb == "post" else "plan after the probe"
+    part = "probe" if verb == "post" else "plan 3"
     ranks: list[Coordinator] = [*ThreadCoordinator.for_ranks(3)]
     ranks[1] = Breaking(ranks[1], verb, part, how)
     timeout_s = 2.0 if how == "die" else 300.0

@@ -477,8 +477,8 @@ MUTANTS = (
         name="kinds-of-components-not-compared",
         promise="R38: ranks that save other kinds of components are told so",
         place="Plan._check_components",
-        before="if kinds != (self._components, self._kinds):",
-        after="if kinds[0] != self._components:",
+        before="(form.components, form.kinds) != ours",
+        after="form.components != ours[0]",
         near=(
             "tests/state/test_joining.py",
             "tests/saving/test_joined_trees.py",
@@ -495,9 +495,9 @@ MUTANTS = (
     Mutant(
         name="plan-id-not-compared",
         promise="R38: no rank goes by a plan that it does not know",
-        place="FollowingSave._hear_plan",
-        before="if known is None or known.plan_id != note.plan_id:",
-        after="if known is None:",
+        place="_RanksSave._know",
+        before="if plan_id != self._plan_id or self._part is None:",
+        after="if self._part is None:",
         near=(
             "tests/saving/test_distributed.py",
             "tests/saving/test_lost_ranks.py",

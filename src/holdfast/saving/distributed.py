@@ -10,14 +10,14 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
 from blake3 import blake3
 from torch import nn
 from typing_extensions import override
 
+from holdfast.encryption.store import WrittenSeal
 from holdfast.errors import (
     DeadlineExceeded,
     Disconnected,
@@ -34,7 +34,9 @@ from holdfast.errors import (
     some_of,
 )
 from holdfast.format import blocks, layout
-from holdfast.format.manifest import Aborted, Manifest, decode_register
+from holdfast.format.codec import CodecName
+from holdfast.format.index import StoredBlocks
+from holdfast.format.manifest import Aborted, FileEntry, Manifest, decode_register
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
 from holdfast.ownership.tiered import claim_document
@@ -59,15 +61,16 @@ from holdfast.root.commit import (
 from holdfast.saving.participants import Gathered, OwnFile, OwnPart, SaveParticipant
 from holdfast.saving.probe import ProbeNote, ProbeResult, SaveSize
 from holdfast.saving.shard_plan import (
-    Assignment,
     Difference,
+    Form,
     OwnSamples,
     OwnShare,
+    Part,
     Plan,
     Share,
     Unchanged,
-    Written,
-    digest_column,
+    decode_form,
+    list_files,
 )
 from holdfast.staging.interfaces import Staged
 from holdfast.state.capture.byrank import JOINED, difference, join_by_name, join_rank_trees
@@ -88,13 +91,13 @@ _COMPARED_EVERY = 10
 """Saves of one plan from one comparison of what several ranks hold to the next."""
 _NUM_EXPLAINED = 10
 """Most tensors whose differing values are collected for an error."""
+_MOST_TOLD = 10
+"""Most ranks that are asked in a save for what they record, or for warnings of their scripts."""
+_NAMES_NBYTES = 4
+_WARNING_NBYTES = 8
 
-_CALL = ("save_class", "epoch", "cycle", "samples", "tokens")
+_CALL = ("save_class", "epoch", "cycle", "samples", "tokens", "tags")
 """Arguments of a save, besides step, components and tags, that must be equal on all ranks."""
-_PLAN_AFTER_WAIT = "plan after the wait"
-_PLAN_AFTER_HOSTS = "plan after the hosts"
-_PLAN_AFTER_PROBE = "plan after the probe"
-_PLAN_AFTER_VALUES = "plan after the values"
 _PHASES = {
     "probe": SavePhase.PREPARING,
     "comparison": SavePhase.DIGESTING,
@@ -113,13 +116,27 @@ _EQUAL_ADVICE = (
 )
 
 
+class _PartNote(msgspec.Struct, frozen=True, tag="part"):
+    """Message for one rank: its part of a new plan."""
+
+    plan_id: str
+    part: Part
+    is_compared: bool
+    """Whether all ranks post digests of their classes of boxes."""
+
+
+class _DigestsPost(msgspec.Struct, frozen=True, array_like=True):
+    """Post of one rank: the digests of its classes, empty if it has not sampled them."""
+
+    digests: bytes
+
+
 class _PlanNote(msgspec.Struct, frozen=True, tag="plan"):
     """Announcement of the plan by which a save is written."""
 
     plan_id: str
+    """That of the parts of this save, or of the save before with the same components."""
     claim: Claim
-    assignment: Assignment | None
-    """None: that of the save before with the same components."""
     compares: bool
     """Whether all ranks know the same checkpoint of this step, with which the save is compared."""
 
@@ -132,18 +149,34 @@ class _HostsNote(msgspec.Struct, frozen=True, tag="hosts"):
     """Announcement: all ranks find out which of them share a disk, and what each host has."""
 
 
-class _ValuesNote(msgspec.Struct, frozen=True, tag="values"):
-    """Announcement that some boxes differ between ranks, which post their values."""
+class _Question(msgspec.Struct, frozen=True, array_like=True):
+    """Parts of an answer that the leader asks one rank for."""
 
-    asked: dict[int, tuple[int, ...]]
-    """By rank, numbers of its boxes."""
+    form: bool = False
+    recorded: bool = False
+    warnings: bool = False
+    classes: tuple[int, ...] = ()
+    """Numbers of its classes of boxes: the digests of these boxes."""
+    rows: tuple[int, ...] = ()
+    """Numbers of its boxes: their values."""
 
 
-class _ValuesPost(msgspec.Struct, frozen=True):
-    """Post of one rank: what it knows of the boxes that it was asked for."""
+class _QuestionNote(msgspec.Struct, frozen=True, tag="question"):
+    """Announcement: some ranks are asked, and all answer, the others with nothing."""
 
-    samples: tuple[bytes, ...]
-    synchronized: tuple[bool, ...]
+    asked: dict[int, _Question]
+
+
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
+    """Post of one rank: what it was asked for."""
+
+    form: bytes = b""
+    recorded: dict[str, str] = {}
+    """Metrics and settings, as text."""
+    warnings: tuple[str, ...] = ()
+    digests: dict[int, bytes] = {}
+    samples: tuple[bytes, ...] = ()
+    synchronized: tuple[bool, ...] = ()
     """Whether each is a buffer that DDP copies from rank 0 in the next forward pass."""
 
 
@@ -190,20 +223,46 @@ class _Verdict(msgspec.Struct, frozen=True):
     is_unchanged: bool
 
 
-class _FilesPost(msgspec.Struct, frozen=True):
-    """Post of one rank: the files that it has written."""
+class _FileNote(msgspec.Struct, frozen=True, array_like=True):
+    """What does not follow from the plan of a file that one rank has written."""
 
-    files: tuple[OwnFile, ...]
-    row: bytes
-    file: bytes
-    start: bytes
+    nbytes: int
+    digests: bytes
+    codec: CodecName | None
+    stored: StoredBlocks | None
+    sealed: WrittenSeal | None
+
+    @classmethod
+    def of(cls, file: OwnFile) -> _FileNote:
+        """Shorten the record of a file."""
+        stored = file.entry.stored
+        codec = None if stored is None else stored.codec
+        return cls(file.entry.nbytes, file.digests, codec, file.stored, file.sealed)
+
+    def expand(self, plain: str) -> OwnFile:
+        """Make the record of the file, from its plain name."""
+        name, stored = plain, None
+        if self.codec is not None and self.stored is not None:
+            name, stored = layout.stored_file(plain, self.codec), self.stored.entry(self.codec)
+        digest = blocks.file_digest(self.nbytes, self.digests)
+        return OwnFile(
+            plain=plain,
+            name=name,
+            entry=FileEntry(nbytes=self.nbytes, digest=digest, stored=stored),
+            digests=self.digests,
+            stored=self.stored,
+            sealed=self.sealed,
+        )
+
+
+class _FilesPost(msgspec.Struct, frozen=True, array_like=True):
+    """Post of one rank: the files that it has written, in the order of the plan."""
+
+    files: tuple[_FileNote, ...]
+    layout: bytes
+    """Digest of the places of its boxes."""
     trees: dict[str, bytes]
     """Trees that differ from the leader's."""
-
-    @property
-    def written(self) -> Written:
-        row, file, start = (np.frombuffer(c, "<i8") for c in (self.row, self.file, self.start))
-        return Written(row=row, file=file, start=start)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +271,7 @@ class _Known:
 
     plan_id: str
     own: OwnShare
-    assignment: Assignment
+    part: Part
 
 
 class _RanksSave(SaveParticipant):
@@ -220,7 +279,7 @@ class _RanksSave(SaveParticipant):
 
     def __init__(self, together: DistributedSaves, step: int, call: Sequence[object]) -> None:
         super().__init__()
-        self._call = tuple((name, repr(value)) for name, value in zip(_CALL, call, strict=False))
+        self._call = tuple(map(repr, call))
         self._recorded: dict[str, str] = {}
         self._warnings: tuple[str, ...] = ()
         self._together = together
@@ -236,16 +295,22 @@ class _RanksSave(SaveParticipant):
         self.patience_s = 2 * GRACE_S + waited_s
         self._said = "shares"
         """Part of the save in which this rank says next that it failed."""
-        self._plan_part = "plan"
-        """Part in which the plan is announced."""
+        self._num_notes = 0
+        """Notes that the leader has announced until the plan."""
+        self._plan_id = ""
         self._is_agreed = False
         self._components: tuple[str, ...] = ()
         self._standing = ""
         self._own: OwnShare
         self._samples: OwnSamples | None = None
         self._state: Mapping[str, Any] = {}
-        self._assignment: Assignment | None = None
-        """The plan by which this rank has staged its part."""
+        self._part: Part | None = None
+        """The part of the plan by which this rank stages."""
+
+    @property
+    def _plan_part(self) -> str:
+        """Part in which the leader announces its next note, and at last the plan."""
+        return f"plan {self._num_notes + 1}" if self._num_notes else "plan"
 
     @property
     def _hosts(self) -> Hosts | None:
@@ -275,7 +340,7 @@ class _RanksSave(SaveParticipant):
     def note_arguments(
         self, tags: Sequence[str], metrics: Mapping[str, float], config: Mapping[str, str]
     ) -> None:
-        self._call += (("tags", repr(sorted(tags))),)
+        self._call += (repr(sorted(tags)),)
         self._recorded = {f"metrics[{name!r}]": repr(value) for name, value in metrics.items()}
         if self._turn == 1:  # the script's settings are those of the whole run
             self._recorded |= {f"config[{name!r}]": text for name, text in config.items()}
@@ -306,22 +371,24 @@ class _RanksSave(SaveParticipant):
     def _make_share(self, captured: Captured) -> Share | Unchanged:
         """Return this rank's share, or that it has not changed; sets what is known of it."""
         self._components, self._state = tuple(captured.components), captured.state
+        recorded = _digest_records(self._recorded)
+        warnings = b"".join(map(_digest_warning, self._warnings))
         known = self._together.known.get(self._components)
         if known is not None and known.own.is_that_of(captured):
-            self._own, self._assignment = known.own, known.assignment
+            self._own, self._part = known.own, known.part
+            self._plan_id = known.plan_id
             self._own.num_saves += 1
             digests = b""
             if self._own.num_saves % _COMPARED_EVERY == 0:
-                rows = known.assignment.copied_by(self._ranks.rank).tolist()
-                digests = self._sampled(captured, rows)
+                digests = self._digest_classes(captured, known.part)
             return Unchanged(
                 self._step,
                 self._components,
                 self._standing,
-                digests,
                 self._call,
-                self._recorded,
-                self._warnings,
+                recorded,
+                warnings,
+                digests,
             )
         share_type = self._together.share_type
         self._own = share_type(captured, self._ranks.rank, socket.gethostname())
@@ -329,30 +396,40 @@ class _RanksSave(SaveParticipant):
             self._own.share,
             step=self._step,
             standing=self._standing,
-            digests=self._sampled(captured, range(self._own.num_boxes)),
             call=self._call,
-            recorded=self._recorded,
-            warnings=self._warnings,
+            recorded=recorded,
+            warnings=warnings,
         )
 
-    def _sampled(self, captured: Captured, rows: Sequence[int]) -> bytes:
-        """Sample boxes of this rank, and return the column of their digests."""
-        self._samples = self._own.sample(captured, rows, self._turn)
-        return digest_column(self._samples, rows)
+    def _digests_post(self, captured: Captured | None) -> _DigestsPost:
+        if captured is None or self._part is None:
+            return _DigestsPost(b"")
+        return _DigestsPost(self._digest_classes(captured, self._part))
 
-    def _post_values(self, note: _ValuesNote) -> None:
-        """Post this rank's values of the boxes that the leader asks for."""
-        rows = note.asked.get(self._ranks.rank, ())
-        if self._samples is None or not rows:
-            self._post("values", _ValuesPost((), ()))
-            return
-        modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
-        names = synchronized_names(modules)
-        answer = _ValuesPost(
-            samples=tuple(map(self._samples.get_sample, rows)),
+    def _digest_classes(self, captured: Captured, part: Part) -> bytes:
+        """Sample the boxes that other ranks hold, too; return a digest of each class."""
+        self._samples = self._own.sample(captured, part, self._turn)
+        return self._samples.digest_classes()
+
+    def _answer(self, question: _Question | None) -> _Answer:
+        """Answer what the leader asks this rank for; None: nothing."""
+        if question is None:
+            return _Answer()
+        samples, rows = self._samples, question.rows
+        names: list[str] = []
+        if rows:
+            modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
+            names = synchronized_names(modules)
+        return _Answer(
+            form=self._own.form if question.form else b"",
+            recorded=self._recorded if question.recorded else {},
+            warnings=self._warnings if question.warnings else (),
+            digests={}
+            if samples is None
+            else {number: samples.digest_class(number) for number in question.classes},
+            samples=() if samples is None else tuple(map(samples.get_sample, rows)),
             synchronized=tuple(has_name(self._own.name_of(row)[1], names) for row in rows),
         )
-        self._post("values", answer)
 
     def _post(self, part: str, message: msgspec.Struct) -> None:
         self._expect_time_left(part)
@@ -370,10 +447,19 @@ class _RanksSave(SaveParticipant):
     def _files_post(
         self, files: Sequence[OwnFile], staged: Staged, trees: Mapping[str, bytes]
     ) -> _FilesPost:
-        written = self._own.locate_boxes(staged.files)
-        columns = (written.row, written.file, written.start)
-        row, file, start = (column.astype("<i8").tobytes() for column in columns)
-        return _FilesPost(tuple(files), row, file, start, dict(trees))
+        by_name = {file.plain: file for file in files}
+        assert self._part is not None, "the plan is known"
+        planned = list_files(self._components, self._part.files)
+        if by_name.keys() != {*planned}:
+            raise RanksError(
+                f"rank {self.rank}: tensor files planned: {some_of(planned)}; written: "
+                f"{some_of([*by_name])}"
+            )
+        return _FilesPost(
+            files=tuple(_FileNote.of(by_name[plain]) for plain in planned),
+            layout=self._own.digest_layout(staged.files),
+            trees=dict(trees),
+        )
 
     @override
     def set_known_checkpoint(self, folder: str) -> None:
@@ -405,40 +491,39 @@ class _RanksSave(SaveParticipant):
 
     @override
     def describe_part(self, staged: Staged) -> OwnPart:
-        written = self._own.locate_boxes(staged.files)
-        columns = (written.row, written.file, written.start)
-        row, file, start = (column.astype("<i8").tobytes() for column in columns)
         return OwnPart(
             rank=self.rank,
             world_size=self.world_size,
             save=self._name,
             share=msgspec.msgpack.encode(self._own.share),
-            written=(row, file, start),
+            form=self._own.form,
+            layout=self._own.digest_layout(staged.files),
         )
 
     def _own_part(self, captured: Captured) -> Captured:
-        assert self._assignment is not None, "the plan is known"
-        return self._own.select_written(captured, self._assignment)
+        assert self._part is not None, "the plan is known"
+        return self._own.select_written(captured, self._part)
 
-    def _expect_same_part(self, assignment: Assignment) -> None:
-        """Raise `RanksError` if this rank has staged by another plan."""
-        rank = self._ranks.rank
-        staged = self._assignment
-        assert staged is not None, "what was staged has a plan"
-        is_same = (staged.rows_of(rank).tolist(), staged.numbers[rank]) == (
-            assignment.rows_of(rank).tolist(),
-            assignment.numbers[rank],
-        )
-        if not is_same:
+    def _take_part(self, plan_id: str, part: Part) -> None:
+        """Take this rank's part of a new plan; `RanksError` if it has staged by another one."""
+        staged = self._part
+        self._plan_id, self._part = plan_id, part
+        if staged is not None and (staged.written, staged.files) != (part.written, part.files):
             raise RanksError(
-                f"rank {rank}: the leaves of another rank have changed, and so the part of this "
-                "rank, after it was copied. The next save makes a new plan"
+                f"rank {self.rank}: the leaves of another rank have changed, and so the part of "
+                "this rank, after it was copied. The next save makes a new plan"
             )
 
-    def _know(self, plan_id: str, assignment: Assignment) -> None:
-        known = _Known(plan_id=plan_id, own=self._own, assignment=assignment)
+    def _know(self, plan_id: str) -> None:
+        """Keep the plan for later saves of the same components."""
+        if plan_id != self._plan_id or self._part is None:
+            raise RanksError(
+                f"rank {self.rank}: the leader uses a plan that this rank does not know. The next "
+                "save makes a new plan"
+            )
+        known = _Known(plan_id=plan_id, own=self._own, part=self._part)
         self._together.known[self._components] = known
-        self._assignment, self._is_agreed = assignment, True
+        self._is_agreed = True
 
     @override
     def report_failure(self, error: BaseException, phase: SavePhase | None = None) -> None:
@@ -460,6 +545,7 @@ class LeadingSave(_RanksSave):
     """The leader's part in a save by several ranks."""
 
     _plan: Plan
+    _has_planned = False
 
     def __init__(self, together: DistributedSaves, step: int, call: Sequence[object]) -> None:
         super().__init__(together, step, call)
@@ -476,8 +562,7 @@ class LeadingSave(_RanksSave):
 
     @override
     def announce_wait(self) -> None:
-        self._announce_part(self._plan_part, _WaitNote())
-        self._said = self._plan_part = _PLAN_AFTER_WAIT
+        self._announce_note(_WaitNote())
 
     @override
     def propose(self, captured: Captured) -> None:
@@ -485,15 +570,14 @@ class LeadingSave(_RanksSave):
         share = self._make_share(captured)
         self._post("shares", share)
         if isinstance(share, Share):
-            self._collect_shares()
+            self._collect_shares(captured)
             self._meet_hosts()
 
     def _meet_hosts(self) -> None:
         """Learn, before the first save, what each host has."""
         records = self._together.records
         if records is not None and records.found is None:
-            self._announce_part(self._plan_part, _HostsNote())
-            self._said = self._plan_part = _PLAN_AFTER_HOSTS
+            self._announce_note(_HostsNote())
             records.lead()
         if self._together.copies is not None and self._hosts is None and self._turn == 1:
             self._together.warn(
@@ -512,14 +596,13 @@ class LeadingSave(_RanksSave):
 
     @override
     def probe_followers(self, folder: str) -> Sequence[ProbeResult]:
-        self._announce_part(self._plan_part, ProbeNote(folder))
-        self._said = self._plan_part = _PLAN_AFTER_PROBE
+        self._announce_note(ProbeNote(folder))
         self._post("probe", ProbeResult(host=""))
         return self._collect_posts("probe", ProbeResult)[1:]
 
     @override
     def select_own_part(self, captured: Captured, owner: Ownership) -> Captured:
-        if self._assignment is None:
+        if self._has_planned:
             self._announce_plan(owner)
         return self._own_part(captured)
 
@@ -528,9 +611,7 @@ class LeadingSave(_RanksSave):
         if self._is_agreed:
             return
         self.progress.enter(SavePhase.AGREEING)
-        self._collect_shares()
-        if self._plan_is_new:
-            self._expect_same_part(self._plan.assignment)
+        self._collect_shares(None)
         self._announce_plan(owner)
 
     @override
@@ -590,8 +671,8 @@ class LeadingSave(_RanksSave):
     def collect_written(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
         """Collect what all ranks have written, and join their trees. In the save thread."""
         self._post("files", self._files_post(files, staged, {}))
-        posts = self._collect_posts("files", _FilesPost)
-        self._expect_own_names(posts)
+        posts: list[_FilesPost] = self._collect_posts("files", _FilesPost)
+        files_of = [self._expand_files(rank, post.files) for rank, post in enumerate(posts)]
         trees = {
             name: self.join_trees(
                 name, staged, [post.trees.get(name, self._trees[name]) for post in posts]
@@ -600,29 +681,31 @@ class LeadingSave(_RanksSave):
         }
         by_host: dict[int, list[str]] = {}
         hosts = self._hosts
-        for rank, post in enumerate(posts):
+        for rank, of_rank in enumerate(files_of):
             host = -1 if hosts is None else hosts.of_rank[rank]
-            by_host.setdefault(host, []).extend(file.name for file in post.files)
+            by_host.setdefault(host, []).extend(file.name for file in of_rank)
         names = () if hosts is None else hosts.names
         return Gathered(
-            files=[file for post in posts for file in post.files],
+            files=[file for of_rank in files_of for file in of_rank],
             trees=trees,
-            tables=self._plan.tables([post.written for post in posts]),
+            tables=self._plan.tables(
+                [post.layout for post in posts],
+                [[file.entry.nbytes for file in of_rank] for of_rank in files_of],
+            ),
             writers=self._plan.writers,
             hosts={name: tuple(by_host[host]) for host, name in enumerate(names)},
             elsewhere=frozenset(name for host in by_host if host > 0 for name in by_host[host]),
         )
 
-    def _expect_own_names(self, posts: Sequence[_FilesPost]) -> None:
-        """Raise `RanksFailed` if a rank has written a file of an earlier one."""
-        taken: set[str] = set()
-        for rank, post in enumerate(posts):
-            names = [file.plain for file in post.files]
-            twice = sorted(name for name in {*names} if name in taken or names.count(name) > 1)
-            if twice:
-                failure = RankFailure(SavePhase.WRITING, f"{twice[0]} is written twice")
-                raise RanksFailed(self._name, {rank: failure})
-            taken.update(names)
+    def _expand_files(self, rank: int, files: Sequence[_FileNote]) -> list[OwnFile]:
+        """Make the records of the files of one rank from its post and the plan."""
+        names = self._plan.names_of(rank)
+        if len(names) != len(files):
+            failure = RankFailure(
+                SavePhase.WRITING, f"it wrote {len(files)} tensor files, of {len(names)} planned"
+            )
+            raise RanksFailed(self._name, {rank: failure})
+        return [file.expand(name) for file, name in zip(files, names, strict=True)]
 
     def succeed(self, store: Store, attempt: SaveAttempt, manifest: Manifest) -> None:
         """Tell the followers that the manifest was put. In the save thread.
@@ -704,12 +787,18 @@ class LeadingSave(_RanksSave):
         )
         raise UnsupportedState([(name, why)])
 
-    def _collect_shares(self) -> None:
+    def _collect_shares(self, captured: Captured | None) -> None:
+        """Collect shares, and plan if one has changed; `captured` if this rank has not staged."""
+        self._has_planned = True
         shares: list[Share | Unchanged] = self._collect_posts("shares", Share | Unchanged)
         odd: dict[int, RankFailure] = {}
         for rank, share in enumerate(shares):
             theirs, ours = (
-                {"step": f"{of_step}", "components": ", ".join(components), **dict(call)}
+                {
+                    "step": f"{of_step}",
+                    "components": ", ".join(components),
+                    **dict(zip(_CALL, call, strict=False)),
+                }
                 for of_step, components, call in (
                     (share.step, share.components, share.call),
                     (self._step, self._components, self._call),
@@ -727,17 +816,88 @@ class LeadingSave(_RanksSave):
                 odd[rank] = RankFailure(SavePhase.SHARING, why)
         if odd:
             raise RanksFailed(self._name, odd)
-        self._compare_records([share.recorded for share in shares])
-        self._log_warnings([share.warnings for share in shares])
+        self._ask_for_texts(shares)
         # Else some would wait for a comparison that others do not begin.
         self.compares = all(share.standing == self._standing for share in shares)
-        self._replan(shares)
-        self._expect_equal(shares)
+        digests = [share.digests if isinstance(share, Unchanged) else b"" for share in shares]
+        if self._replan(shares):
+            digests = self._announce_parts(captured, shares)
+        self._expect_equal(digests)
 
-    def _compare_records(self, records: Sequence[Mapping[str, str]]) -> None:
+    def _ask_for_texts(self, shares: Sequence[Share | Unchanged]) -> None:
+        """Ask for forms that are not known, and for texts of which to warn."""
+        together, asked = self._together, dict[int, _Question]()
+        logged = {_digest_warning(text) for text in (*together.logged, *self._warnings)}
+        records = {_digest_records(self._recorded)}
+        form = self._own.share.form
+        if form not in together.forms:
+            together.forms[form] = decode_form(self._own.form, form)
+        forms = {*together.forms}
+        num_told = num_untold = 0
+        for rank, share in enumerate(shares):
+            warnings = {
+                share.warnings[at : at + _WARNING_NBYTES]
+                for at in range(0, len(share.warnings), _WARNING_NBYTES)
+            }
+            question = _Question(
+                form=isinstance(share, Share) and share.form not in forms,
+                recorded=share.recorded not in records and self._differs(share.recorded),
+                warnings=not warnings <= logged,
+            )
+            if isinstance(share, Share):
+                forms.add(share.form)
+            records.add(share.recorded)
+            logged |= warnings
+            if question.recorded or question.warnings:
+                num_told += 1
+                if num_told > _MOST_TOLD:
+                    num_untold += 1
+                    question = _Question(form=question.form)
+            if question != _Question():
+                asked[rank] = question
+        if num_untold:
+            together.warn(
+                f"save of step {self._step}: metrics, settings or warnings of {num_untold} more "
+                f"ranks differ from those of rank {LEADER}, and are not logged"
+            )
+        answers = self._ask(asked) if asked else {}
+        for rank, answer in answers.items():
+            if asked[rank].form:
+                share = shares[rank]
+                assert isinstance(share, Share), "it has a form"
+                together.forms[share.form] = decode_form(answer.form, share.form)
+            if asked[rank].recorded:
+                together.recorded[_digest_records(answer.recorded)[:_NAMES_NBYTES]] = tuple(
+                    sorted(answer.recorded)
+                )
+        self._compare_records({r: one.recorded for r, one in answers.items() if asked[r].recorded})
+        self._log_warnings({rank: one.warnings for rank, one in answers.items()})
+
+    def _differs(self, recorded: bytes) -> bool:
+        """Whether a rank may record a value of which was not warned yet."""
+        names = self._together.recorded.get(recorded[:_NAMES_NBYTES])
+        if not recorded or names is None:
+            return bool(recorded)
+        return any(
+            _digest_records({name: self._recorded.get(name, "")})[_NAMES_NBYTES:]
+            != recorded[place : place + _NAMES_NBYTES]
+            for number, name in enumerate(names, 1)
+            if name not in self._together.differing
+            for place in [number * _NAMES_NBYTES]
+        )
+
+    def _ask(self, asked: Mapping[int, _Question]) -> dict[int, _Answer]:
+        """Ask some ranks, and collect their answers."""
+        part = f"answers {self._num_notes + 1}"
+        self._uncollected.add(part)
+        self._announce_note(_QuestionNote(dict(asked)))
+        self._post(part, self._answer(asked.get(self.rank)))
+        answers: list[_Answer] = self._collect_posts(part, _Answer)
+        return {rank: answers[rank] for rank in asked}
+
+    def _compare_records(self, others: Mapping[int, Mapping[str, str]]) -> None:
         """Warn, once for each, of metrics and settings that differ by rank."""
-        own, texts = records[LEADER], list[str]()
-        others = {rank: one for rank, one in enumerate(records) if one != own}
+        own, texts = self._recorded, list[str]()
         for name in dict.fromkeys(name for one in others.values() for name in one):
             ranks = {own.get(name, "none"): LEADER}  # the first rank with each value
             for rank, one in others.items():
@@ -755,46 +915,72 @@ class LeadingSave(_RanksSave):
                 "what differs on purpose"
             )
 
-    def _log_warnings(self, texts: Sequence[Sequence[str]]) -> None:
+    def _log_warnings(self, texts: Mapping[int, Sequence[str]]) -> None:
         """Log the warnings of other ranks that this one has not logged, each once."""
         logged = self._together.logged
-        logged.update(texts[LEADER])
-        for rank, of_rank in enumerate(texts):
+        logged.update(self._warnings)
+        for rank, of_rank in texts.items():
             for text in of_rank:
                 if text not in logged:
                     logged.add(text)
                     self._together.warn(f"rank {rank}: {text}")
 
-    def _replan(self, shares: Sequence[Share | Unchanged]) -> None:
-        """Plan anew if a share has changed."""
-        known = self._together.shares.get(self._components)
+    def _replan(self, shares: Sequence[Share | Unchanged]) -> bool:
+        """Plan anew if a share has changed; return whether ranks need their parts."""
+        together = self._together
+        known = together.shares.get(self._components)
         new = [share for share in shares if isinstance(share, Share)]
-        self._plan_is_new = bool(new)
         if not new:
-            self._plan = self._together.plans[self._components]
-            return
+            self._plan = together.plans[self._components]
+            return False
         if known is None and len(new) < len(shares):
             lacking = next(r for r, share in enumerate(shares) if isinstance(share, Unchanged))
             why = "it goes by a plan that the leader does not have; its next save sends all"
             raise RanksFailed(self._name, {lacking: RankFailure(SavePhase.SHARING, why)})
         whole = [
-            share if isinstance(share, Share) else (known or new)[rank]
+            _without_call(share) if isinstance(share, Share) else (known or [])[rank]
             for rank, share in enumerate(shares)
         ]
-        self._together.shares[self._components] = [
-            msgspec.structs.replace(share, digests=b"") for share in whole
-        ]
-        self._plan = self._together.plans[self._components] = Plan(whole)
+        if whole != known or self._components not in together.plans:
+            together.plans.pop(self._components, None)
+            self._plan = Plan(whole, {share.form: together.forms[share.form] for share in whole})
+            together.shares[self._components] = whole
+            together.plans[self._components] = self._plan
+            used = {share.form for of_all in together.shares.values() for share in of_all}
+            together.forms = {form: together.forms[form] for form in used}
+        self._plan = together.plans[self._components]
+        return True
 
-    def _expect_equal(self, shares: Sequence[Share | Unchanged]) -> None:
-        """Expect that what several ranks hold is equal, if it was sampled in this save."""
-        if self._plan_is_new:  # what did not change was sampled by the plan before
-            shares = [
-                one if isinstance(one, Share) else msgspec.structs.replace(one, digests=b"")
-                for one in shares
-            ]
+    def _announce_parts(
+        self, captured: Captured | None, shares: Sequence[Share | Unchanged]
+    ) -> list[bytes]:
+        """Give each rank its part of a new plan; return the digests of the ranks' classes."""
+        parts, plan_id = self._plan.make_parts(), os.urandom(16).hex()
+        is_compared = self._plan.has_classes
+        messages = [msgspec.msgpack.encode(_PartNote(plan_id, part, is_compared)) for part in parts]
+        self._uncollected.add("digests")
+        self._ranks.announce_each(
+            self._tag(self._plan_part), messages, timeout_s=max(self._left_s(), _FAIL_S)
+        )
+        self._num_notes += 1
+        self._said = self._plan_part
+        self._take_part(plan_id, parts[self.rank])
+        if not is_compared:
+            self._uncollected.discard("digests")
+            return [b""] * self.world_size
+        self._post("digests", self._digests_post(captured))
+        posts: list[_DigestsPost] = self._collect_posts("digests", _DigestsPost)
+        return [post.digests for post in posts]
+
+    def _expect_equal(self, digests: Sequence[bytes]) -> None:
+        """Expect that what several ranks hold is equal, as far as they have sampled it."""
         skipped = self._together.synchronized
-        found = [one for one in self._plan.differing(shares) if one.leaf[:2] not in skipped]
+        classes = self._plan.find_differing_classes(digests, skipped)
+        if not classes:
+            return
+        questions = {rank: _Question(classes=tuple(of)) for rank, of in classes.items()}
+        answers = {rank: one.digests for rank, one in self._ask(questions).items()}
+        found = [one for one in self._plan.differing(answers) if one.leaf[:2] not in skipped]
         # All buffers are asked for if only buffers differ: most of them turn out to be no error.
         found.sort(key=lambda one: one.is_buffer)
         asked = found if found and found[0].is_buffer else found[:_NUM_EXPLAINED]
@@ -811,38 +997,32 @@ class LeadingSave(_RanksSave):
             rest = [one.path_and_ranks for one in found[len(asked) :]]
             raise UnsupportedState([(path, f"{reason}. {_EQUAL_ADVICE}"), *odd[1:], *rest])
 
-    def _ask_for_values(self, asked: Sequence[Difference]) -> list[tuple[_ValuesPost, _ValuesPost]]:
+    def _ask_for_values(self, asked: Sequence[Difference]) -> list[tuple[_Answer, _Answer]]:
         """Ask the first two holders of each box for its values."""
         rows: dict[int, list[int]] = {}
         for one in asked:
             for rank, row in one.holders[:2]:
                 rows.setdefault(rank, []).append(row)
-        note = _ValuesNote({rank: tuple(of_rank) for rank, of_rank in rows.items()})
-        self._uncollected.add("values")
-        self._announce_part(self._plan_part, note)
-        self._said = self._plan_part = _PLAN_AFTER_VALUES
-        self._post_values(note)
-        posts: list[_ValuesPost] = self._collect_posts("values", _ValuesPost)
+        found = self._ask({rank: _Question(rows=tuple(of)) for rank, of in rows.items()})
         answers = {
-            (rank, row): _ValuesPost((posts[rank].samples[n],), (posts[rank].synchronized[n],))
-            for rank, of_rank in rows.items()
-            for n, row in enumerate(of_rank)
+            (rank, row): _Answer(samples=(one.samples[n],), synchronized=(one.synchronized[n],))
+            for rank, one in found.items()
+            for n, row in enumerate(rows[rank])
         }
         return [(answers[one.holders[0]], answers[one.holders[1]]) for one in asked]
 
     def _announce_plan(self, owner: Ownership) -> None:
         claim = owner.claim
         assert claim is not None, "the leader has claimed the run"
-        known = self._together.known.get(self._components)
-        is_new = self._plan_is_new or known is None
-        plan_id = os.urandom(16).hex() if is_new or known is None else known.plan_id
-        assignment = self._plan.assignment
-        self._announce_part(
-            self._plan_part,
-            _PlanNote(plan_id, claim, assignment if is_new else None, self.compares),
-        )
-        self._know(plan_id, assignment)
+        self._announce_part(self._plan_part, _PlanNote(self._plan_id, claim, self.compares))
+        self._know(self._plan_id)
         self._said = "folder"
+
+    def _announce_note(self, message: msgspec.Struct) -> None:
+        """Announce what followers answer before they hear the plan."""
+        self._announce_part(self._plan_part, message)
+        self._num_notes += 1
+        self._said = self._plan_part
 
     def _announce_part(self, part: str, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message)
@@ -858,8 +1038,14 @@ class LeadingSave(_RanksSave):
         return [decode_message(post, kind, tag) for post in posts]
 
 
+_Note: TypeAlias = _PlanNote | _PartNote | _QuestionNote | _HostsNote | ProbeNote | _WaitNote
+
+
 class FollowingSave(_RanksSave):
     """A follower's part in a save by several ranks."""
+
+    _has_waited = False
+    """Whether the leader has said that it waits for uploads, and nothing since."""
 
     @override
     def propose(self, captured: Captured) -> None:
@@ -870,15 +1056,15 @@ class FollowingSave(_RanksSave):
 
     @override
     def select_own_part(self, captured: Captured, owner: Ownership) -> Captured:
-        if self._assignment is None:
-            self._hear_plan(owner)
+        if self._part is None:
+            self._hear_plan(owner, captured)
         return self._own_part(captured)
 
     @override
     def agree_on_plan(self, owner: Ownership) -> None:
         if not self._is_agreed:
             self.progress.enter(SavePhase.AGREEING)
-            self._hear_plan(owner)
+            self._hear_plan(owner, None)
 
     @override
     def matches_checkpoint(
@@ -1024,52 +1210,71 @@ class FollowingSave(_RanksSave):
         self._documents = note.documents
         return None if note.doubt is None else RanksFailed(tag, {LEADER: note.doubt})
 
-    def _hear_plan(self, owner: Ownership) -> None:
-        kind: Any = _PlanNote | ProbeNote | _ValuesNote | _HostsNote | _WaitNote
-        note: _PlanNote | ProbeNote | _ValuesNote | _HostsNote | _WaitNote = self._receive_part(
-            self._plan_part, kind
-        )
-        if isinstance(note, _WaitNote):
-            self._plan_part = _PLAN_AFTER_WAIT
-            self._end = self._ranks.now_s() + 2 * self._together.timeout_s
-            note = self._receive_part(self._plan_part, kind)
-            self._end = self._ranks.now_s() + self._together.timeout_s
-        if isinstance(note, _ValuesNote):
-            said, self._said = self._said, "values"
-            self._post_values(note)
-            self._said, self._plan_part = said, _PLAN_AFTER_VALUES
-            note = self._receive_part(self._plan_part, kind)
-        if isinstance(note, _HostsNote):
-            assert self._together.records is not None, "each host has a disk"
-            self._together.records.follow()
-            self._plan_part = _PLAN_AFTER_HOSTS
-            note = self._receive_part(self._plan_part, kind)
-        if isinstance(note, ProbeNote):
-            said, self._said = self._said, "probe"
-            self._post("probe", self._together.look(note.folder))
-            self._said, self._plan_part = said, _PLAN_AFTER_PROBE
-            note = self._receive_part(self._plan_part, kind)
-        assert isinstance(note, _PlanNote), "the leader waits, compares, meets and probes once"
+    def _hear_plan(self, owner: Ownership, captured: Captured | None) -> None:
+        """Answer the leader's notes until it announces the plan.
+
+        `captured` if this rank has not staged it: else its values may have changed since.
+        """
+        while not isinstance(note := self._receive_note(), _PlanNote):
+            said = self._said
+            if isinstance(note, _WaitNote):
+                self._end = self._ranks.now_s() + 2 * self._together.timeout_s
+                continue
+            if isinstance(note, ProbeNote):
+                self._said = "probe"
+                self._post("probe", self._together.look(note.folder))
+            elif isinstance(note, _HostsNote):
+                assert self._together.records is not None, "each host has a disk"
+                self._together.records.follow()
+            elif isinstance(note, _QuestionNote):
+                self._said = f"answers {self._num_notes}"
+                self._post(self._said, self._answer(note.asked.get(self.rank)))
+            else:
+                self._said = "digests" if note.is_compared else said
+                self._take_part(note.plan_id, note.part)
+                if note.is_compared:
+                    self._post("digests", self._digests_post(captured))
+            self._said = said
         self.compares = note.compares
         owner.adopt(note.claim)
-        known = self._together.known.get(self._components)
-        if note.assignment is None:
-            if known is None or known.plan_id != note.plan_id:
-                raise RanksError(
-                    f"rank {self._ranks.rank}: the leader uses a plan that this rank does not "
-                    "know. The next save makes a new plan"
-                )
-            self._is_agreed = True
-            return
-        if self._assignment is not None:
-            self._expect_same_part(note.assignment)
-        self._know(note.plan_id, note.assignment)
+        self._know(note.plan_id)
+
+    def _receive_note(self) -> _Note:
+        kind: Any = _Note
+        note: _Note = self._receive_part(self._plan_part, kind)
+        if self._has_waited:
+            self._end = self._ranks.now_s() + self._together.timeout_s
+        self._has_waited = isinstance(note, _WaitNote)
+        self._num_notes += 1
+        return note
 
     def _receive_part(self, part: str, kind: type[T]) -> T:
         tag = self._tag(part)
         watch = self._make_watch(part, begins=part == "plan")
         heard = self._ranks.hear(tag, timeout_s=self._left_s() + GRACE_S, watch=watch)
         return decode_message(heard, kind, tag)
+
+
+def _without_call(share: Share) -> Share:
+    """Return what a plan is made from, which may be equal in the next save."""
+    return msgspec.structs.replace(share, step=0, standing="", call=(), recorded=b"", warnings=b"")
+
+
+def _digest_records(recorded: Mapping[str, str]) -> bytes:
+    """Digest the sorted names, then each value; empty if there are none."""
+    if not recorded:
+        return b""
+    names = sorted(recorded)
+    texts = ["\0".join(names), *map(recorded.__getitem__, names)]
+    return b"".join(blake3(_encode(text)).digest(_NAMES_NBYTES) for text in texts)
+
+
+def _digest_warning(text: str) -> bytes:
+    return blake3(_encode(text)).digest(_WARNING_NBYTES)
+
+
+def _encode(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
 
 
 class DistributedSaves:
@@ -1114,6 +1319,10 @@ class DistributedSaves:
         self.shares: dict[tuple[str, ...], list[Share]] = {}
         """The leader's: shares of all ranks behind its last plan, by components."""
         self.plans: dict[tuple[str, ...], Plan] = {}
+        self.forms: dict[bytes, Form] = {}
+        """The leader's: forms of these shares, by digest."""
+        self.recorded: dict[bytes, tuple[str, ...]] = {}
+        """The leader's: names of metrics and settings of ranks, sorted, by their digest."""
         self.differing: set[str] = set()
         """The leader's: metrics and settings of which it has warned that they differ by rank."""
         self.logged: set[str] = set()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
 from typing_extensions import override
 
 from holdfast.errors import CorruptData, FormatError, HoldfastError, SealError
@@ -32,7 +31,7 @@ from holdfast.saving.handover import SharedImage
 from holdfast.saving.links import Links
 from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
 from holdfast.saving.save import STAGED_RECORDS, StagedRecord, Tools, write
-from holdfast.saving.shard_plan import Plan, Share, Written
+from holdfast.saving.shard_plan import Plan, Share, decode_form
 from holdfast.staging.in_memory import ImageTransfer
 from holdfast.staging.interfaces import KnownFile, Staged
 from holdfast.staging.shared import FINISH_S, SharedArena, SharedFolder, StagingFolder, read_record
@@ -203,9 +202,18 @@ class RecordedRanks(SaveParticipant):
         super().__init__()
         self._records = records
         self.world_size = len(records)
-        shares = (record.part.share for record in records)
-        self._plan = Plan([msgspec.msgpack.decode(share, type=Share) for share in shares])
-        self.num_files = self._plan.num_files
+        parts = [record.part for record in records]
+        shares = [msgspec.msgpack.decode(part.share, type=Share) for part in parts]
+        forms = {
+            share.form: decode_form(part.form, share.form)
+            for share, part in zip(shares, parts, strict=True)
+        }
+        self._plan = Plan(shares, forms)
+
+    @property
+    def num_files(self) -> int:
+        """Number of tensor files of all ranks."""
+        return self._plan.num_files
 
     def announce_folder(self, store: object, attempt: object, trees: object) -> None:
         """No-op: nobody else writes."""
@@ -214,18 +222,18 @@ class RecordedRanks(SaveParticipant):
         """No-op: all files are on this host."""
 
     def collect_written(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
-        """Join the trees of all ranks, and say by the plan where their tensors are."""
-        written = []
-        for record in self._records:
-            row, file, start = (np.frombuffer(column, "<i8") for column in record.part.written)
-            written.append(Written(row=row, file=file, start=start))
+        """Join the trees of all ranks, as they were planned again from their shares."""
+        plan, parts = self._plan, [record.part for record in self._records]
+        nbytes = {file.plain: file.entry.nbytes for file in files}
+        lengths = [[nbytes[name] for name in plan.names_of(part.rank)] for part in parts]
         trees = {
             name: LeadingSave.join_trees(
                 name, staged, [record.trees[name] for record in self._records]
             )
             for name in staged.kinds
         }
-        return Gathered(files=files, trees=trees, tables=self._plan.tables(written))
+        tables = plan.tables([part.layout for part in parts], lengths)
+        return Gathered(files=files, trees=trees, tables=tables, writers=plan.writers)
 
     def succeed(self, store: object, attempt: object, manifest: object) -> None:
         """No-op: nobody else waits."""

@@ -44,8 +44,10 @@ class OwnPart(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the save, which is the same on all ranks."""
     share: bytes = b""
     """Encoded share of the rank."""
-    written: tuple[bytes, bytes, bytes] = (b"", b"", b"")
-    """Columns of the boxes that the rank writes: row, file and start."""
+    form: bytes = b""
+    """Encoded form of the share."""
+    layout: bytes = b""
+    """Digest of the places of the boxes that the rank writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,8 +23,8 @@ Ints: TypeAlias = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 Flags: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 _NUM_EXPLAINED = 10
 SMALL_NBYTES = 64 << 10
-"""Least bytes of a box that any of its holders may write. Smaller ones come from the first
-holder."""
+"""Least bytes that any of several holders may write. Smaller boxes of the same holders are put
+together to as many; the rest comes from the first holder."""
 _BLOCK_ROWS = 1_000_000
 """Rows whose geometry is computed at once: bounds the memory for it."""
 
@@ -42,8 +42,8 @@ class LeafTable:
     component: Ints
     """Number of the component of each leaf."""
     has_choice: Flags
-    """Whether any rank that holds a copy of a large box of the leaf may write it; else the first
-    one does."""
+    """Whether any rank that holds a copy of a box of the leaf may write it; else the first one
+    does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +126,7 @@ def _choose_copies(
 ) -> tuple[Ints, Ints]:
     """Choose the copy of each distinct box that is written: its row and its bytes.
 
-    Boxes with few holders come first, so that those with many fill what the others leave. Small
-    ones are written by their first holder.
+    Boxes with few holders come first, so that those with many fill what the others leave.
 
     Args:
         leaves: The leaves.
@@ -140,7 +139,7 @@ def _choose_copies(
     nbytes = _measure(leaves, boxes, row)
     counts = np.diff(begins, append=np.int32(len(order)))
     loads = _Loads(hosts)
-    has_choice = (counts > 1) & (nbytes >= SMALL_NBYTES) & leaves.has_choice[boxes.leaf[row]]
+    has_choice = (counts > 1) & leaves.has_choice[boxes.leaf[row]]
     for part in split_rows(len(row), _BLOCK_ROWS):
         loads.add_all(boxes.rank[row[part]], np.where(has_choice[part], 0, nbytes[part]))
     for num_copies in np.unique(counts[has_choice]).tolist():
@@ -149,9 +148,26 @@ def _choose_copies(
         copies = order[begins[numbers, None] + np.arange(num_copies, dtype=np.int32)]
         holders = boxes.rank[copies]
         for some in _alike(holders):
-            places = loads.spread(holders[some[0]].tolist(), nbytes[numbers[some]].tolist())
-            row[numbers[some]] = copies[some, places]
+            bundle, sizes, rest = _bundle(nbytes[numbers[some]])
+            loads.add_nbytes(int(holders[some[0], 0]), rest)
+            places = np.array([*loads.spread(holders[some[0]].tolist(), sizes), 0])
+            row[numbers[some]] = copies[some, places[bundle]]
     return row, nbytes
+
+
+def _bundle(nbytes: Ints) -> tuple[Ints, list[int], int]:
+    """Put small boxes together, as their sizes fall.
+
+    Returns the bundle of each box, the sizes of the bundles, and that of the last one if it is too
+    small to be counted.
+    """
+    num_large = int(np.searchsorted(-nbytes, -SMALL_NBYTES, side="right"))
+    small = nbytes[num_large:]
+    bundle = np.arange(len(nbytes))
+    bundle[num_large:] = num_large + (np.cumsum(small) - small) // max(SMALL_NBYTES, 1)
+    sizes = np.bincount(bundle, nbytes).astype(np.int64).tolist()
+    rest = sizes.pop() if sizes and sizes[-1] < SMALL_NBYTES else 0
+    return bundle, sizes, rest
 
 
 def _first_copies(boxes: BoxTable, order: Ints) -> Ints:
@@ -313,7 +329,7 @@ class _Loads:
     def add_all(self, ranks: Ints, sizes: Ints) -> None:
         """Add boxes without a choice."""
         for rank, nbytes in enumerate(np.bincount(ranks, sizes, len(self._hosts)).tolist()):
-            self._add_nbytes(rank, int(nbytes))
+            self.add_nbytes(rank, int(nbytes))
 
     def spread(self, ranks: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """Give each box to the rank with the least to write: its position in `ranks`."""
@@ -322,7 +338,7 @@ class _Loads:
         chosen = []
         for size in sizes:
             place = self._least(heap, ranks)
-            self._add_nbytes(ranks[place], size)
+            self.add_nbytes(ranks[place], size)
             chosen.append(place)
         return chosen
 
@@ -337,17 +353,21 @@ class _Loads:
         host = self._hosts[rank]
         return self._of_host[host] // self._num_ranks[host], self._of_rank[rank]
 
-    def _add_nbytes(self, rank: int, nbytes: int) -> None:
+    def add_nbytes(self, rank: int, nbytes: int) -> None:
+        """Add to what a rank writes."""
         self._of_rank[rank] += nbytes
         self._of_host[self._hosts[rank]] += nbytes
 
 
 def _number_files(leaves: LeafTable, boxes: BoxTable, row: Ints, nbytes: Ints) -> Ints:
-    """Number each component's files by writer; long elements first, as `lay_out` does."""
+    """Number each component's files by writer; long elements first, as `lay_out` does.
+
+    Otherwise boxes come in the order of the rows, which is that of their writer.
+    """
     num_ranks = int(boxes.rank.max(initial=0)) + 1
     writer = leaves.component.astype(np.int32)[boxes.leaf[row]] * num_ranks
     writer += boxes.rank[row]
-    order = np.lexsort((-leaves.item_nbytes[boxes.leaf[row]], writer))
+    order = np.lexsort((row, -leaves.item_nbytes[boxes.leaf[row]], writer))
     ends = np.flatnonzero(np.diff(writer[order])) + 1
     file = np.empty(len(row), np.int32)
     number, of_component = 0, -1
