@@ -162,8 +162,19 @@ def test_a_lost_host_is_named_and_what_is_uploaded_is_used(lost: str, tmp_path: 
     expect_resumed(tmp_path, "ab", 1, states[0], f"/{lost}")
 
 
-@pytest.mark.parametrize("name", ["model", "optimizer-00000.json", "index.json", "manifest.json"])
-@pytest.mark.parametrize("host", ["a", "b"])
+@pytest.mark.parametrize(
+    ("host", "name"),
+    [
+        ("a", "model"),
+        ("b", "optimizer-00000.json"),
+        ("b", "index.json"),
+        ("a", "manifest.json"),
+        pytest.param("b", "model", marks=pytest.mark.full),
+        pytest.param("a", "optimizer-00000.json", marks=pytest.mark.full),
+        pytest.param("a", "index.json", marks=pytest.mark.full),
+        pytest.param("b", "manifest.json", marks=pytest.mark.full),
+    ],
+)
 def test_a_flipped_bit_is_found_and_another_host_or_the_remote_tier_is_read(
     name: str, host: str, tmp_path: Path
 ) -> None:

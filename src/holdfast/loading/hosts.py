@@ -336,8 +336,11 @@ class HostRecords:
         everyone = set(range(len(self.hosts.names)))
         documents: dict[str, bytes] = {}
         states = [listed.registers.get(entry.folder) for listed in self._listed]
-        is_bad = any((h, entry.folder, layout.MANIFEST) in self._damaged for h in everyone)
-        if is_bad or any(state != "committed" for state in states):
+        marks = [(host, entry.folder, layout.MANIFEST) for host in range(len(states))]
+        self.note_damage(
+            [mark for mark, state in zip(marks, states, strict=True) if state == "damaged"]
+        )
+        if any(state != "committed" for state in states) or not self._damaged.isdisjoint(marks):
             documents[layout.MANIFEST] = encode_manifest(entry.manifest)
         for name in names:
             if layout.is_document(name) and {*sources.hosts_of(name)} != everyone:
