@@ -163,6 +163,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
             "repair",
             "upload_thread",
         ),
+        ("hosts",),
         ("mirror",),
     ),
     "train": (

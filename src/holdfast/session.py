@@ -62,6 +62,7 @@ from holdfast.threads.buffers import collector_paused
 if TYPE_CHECKING:
     from holdfast.loading.hosts import HostRecords
     from holdfast.loading.staged_blocks import StagedBlocks
+    from holdfast.replication.hosts import HostOrders
     from holdfast.saving.partner_copies import PartnerCopies
 
 _UPLOADS_END_S = 6.0
@@ -82,6 +83,7 @@ class Session:
 
     records: HostRecords | None = None
     """What the hosts have, if each has a disk."""
+    _orders: HostOrders | None = None
     _copies: PartnerCopies | None = None
 
     def __init__(
@@ -192,6 +194,7 @@ class Session:
             replaces=checkpoints.on_existing == "replace",
             timeout_s=checkpoints.save_timeout_s,
             leads=self.ranks.is_leader,
+            hosts=self._orders,
         )
         self.first_save = FirstSaveChecks(
             self.catalog, self.owner, rules, self.emit, preflight=checkpoints.preflight
@@ -204,10 +207,12 @@ class Session:
         """Make what ranks share about the disks of their hosts, on all ranks at this point."""
         # A root with one disk needs none of this.
         from holdfast.loading.hosts import HostRecords
+        from holdfast.replication.hosts import HostOrders
         from holdfast.saving.partner_copies import PartnerCopies
 
         assert isinstance(self.catalog, TieredCatalog), "there are two tiers"
         self.records = HostRecords(self.ranks, self.catalog, self.emit, timeout_s=timeout_s)
+        self._orders = HostOrders(self.ranks, self.records, timeout_s=timeout_s, emit=self.emit)
         if root.partner and self.ranks.world_size == 1:
             self.emit("warning", "partner=True: with one rank there are no second copies")
         elif root.partner:

@@ -36,6 +36,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.maintenance.resume_plan import missing_files
 from holdfast.ownership.leases import FoundLease, find_leases
 from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.upload_records import find_elsewhere
 from holdfast.store.base import Store
 from holdfast.threads.buffers import collector_paused
 
@@ -69,6 +70,8 @@ class Listed(DescribedCheckpoint, frozen=True):
     """Whether the run stands on it; false where the run went back before it."""
     missing: Sequence[str]
     """Files that are missing or have the wrong length."""
+    elsewhere: Mapping[str, int]
+    """Number of files that are only on the disk of another host, by host."""
 
 
 class Ls(Document, frozen=True):
@@ -109,6 +112,8 @@ class _RootContents:
     readers: Sequence[FoundLease]
     missing: Mapping[str, Sequence[str]]
     """Files that are missing or have the wrong length, by folder."""
+    elsewhere: Mapping[str, Mapping[str, int]]
+    """Number of files that are only on the disk of another host, by folder and host."""
 
 
 @command("ls", options.root, answer=Ls)
@@ -139,6 +144,7 @@ def list_root(root: str) -> Answer:
                 components=sorted(entry.manifest.components),
                 in_lineage=entry.folder in contents.lineage,
                 missing=contents.missing[entry.folder],
+                elsewhere=contents.elsewhere[entry.folder],
             )
             for entry in contents.entries
         ],
@@ -175,7 +181,14 @@ def _read_root_contents(store: Store) -> _RootContents:
         missing={
             entry.folder: missing_files(store, entry, files.get(entry.folder)) for entry in entries
         },
+        elsewhere={entry.folder: _count_elsewhere(store, entry) for entry in entries},
     )
+
+
+def _count_elsewhere(store: Store, entry: Entry) -> dict[str, int]:
+    manifest = entry.manifest
+    names = store.children(entry.folder) if manifest.hosts else ()
+    return {host: len(files) for host, files in find_elsewhere(store, manifest, names).items()}
 
 
 def _describe_reader(found: FoundLease) -> LeaseHolder:
@@ -227,6 +240,7 @@ def _row(one: Listed, manifest: Manifest, document: Ls) -> tuple[str, ...]:
     lost = one.missing
     marks = [
         *([f"{len(lost)} files missing or cut: {lost[0]}"] if lost else []),
+        *([f"{sum(one.elsewhere.values())} files on other hosts"] if one.elsewhere else []),
         *(name for name, is_set in flags if is_set),
         *origin_marks(manifest),
         *one.codecs,

@@ -20,7 +20,7 @@ from holdfast.format.manifest import Deleted, Manifest
 from holdfast.format.records import TiersRecord, UploadRecord
 from holdfast.root.byte_ranges import read_listing
 from holdfast.root.catalog import Catalog
-from holdfast.root.upload_records import Ledger
+from holdfast.root.upload_records import Ledger, find_elsewhere
 from holdfast.store.base import Store
 
 
@@ -45,7 +45,7 @@ class Uploaded(Document, frozen=True):
     step: int | None
     """Its step; null where it is encrypted."""
     nbytes: int
-    """Bytes of its files."""
+    """Bytes of its files, those in this root."""
     state: str
     """`uploaded`, `waiting`, `sending`, `failed`, `refused`, `deleted` (there), `unwanted` or
     `unknown`."""
@@ -66,6 +66,8 @@ class UploadsAnswer(Document, frozen=True):
     """Path of the local root."""
     remote: str
     """URL of the remote root."""
+    host: str | None
+    """Host of which this root is the disk, with its files only; null if the root has all files."""
     unreachable: str | None
     """Why the remote root was not looked at."""
     error: str | None
@@ -100,6 +102,7 @@ def show_uploads(root: str) -> Answer:
     document = UploadsAnswer(
         root=store.url,
         remote=tiers.remote,
+        host=tiers.host or None,
         unreachable=unreachable,
         error=tiers.error,
         changed=tiers.changed,
@@ -139,10 +142,19 @@ def _list_uploads(
         yield Uploaded(
             folder=folder,
             step=listing.timestamp.step if isinstance(listing, Manifest) else None,
-            nbytes=sum(file.stored_nbytes for file in listing.files.values()),
+            nbytes=_count_nbytes(store, folder, listing),
             state=_remote_state(folder, remote, noted) or noted or "unknown",
             **_noted(note),
         )
+
+
+def _count_nbytes(store: Store, folder: str, listing: Manifest | Visible) -> int:
+    """Count the bytes of a checkpoint's files, without those on other hosts' disks."""
+    others: set[str] = set()
+    if isinstance(listing, Manifest) and listing.hosts:
+        elsewhere = find_elsewhere(store, listing, store.children(folder))
+        others = {name for files in elsewhere.values() for name in files}
+    return sum(f.stored_nbytes for name, f in listing.files.items() if name not in others)
 
 
 def _noted(note: UploadRecord | None) -> dict[str, Any]:
@@ -197,6 +209,8 @@ def _format_uploads(document: UploadsAnswer) -> list[str | TextTable]:
         for line in document.checkpoints
         if line.error and line.state in ("failed", "refused")
     ]
+    if document.host:
+        parts.append(f"this is the disk of {document.host}; other hosts upload their files")
     parts.append(
         f"to {document.remote}: {document.waiting} waiting, "
         f"{format_nbytes(document.waiting_nbytes)}"

@@ -180,9 +180,17 @@ def scratch_folder(number: bytes) -> str:
     return _scratch(f"preflight-{number.hex()}")
 
 
-def sending_folder(number: bytes) -> str:
-    """Return the name of the temporary folder of an upload or a repair, from 8 random bytes."""
-    return _scratch(f"sending-{number.hex()}")
+def sending_folder(number: bytes, nonce: str = "") -> str:
+    """Return the name of the temporary folder of an upload or a repair, from 8 random bytes.
+
+    With the `nonce` of a claim, whose owner knows it by `is_sent_under`.
+    """
+    return _scratch(f"sending-{nonce[:8]}{number.hex()[len(nonce[:8]) :]}")
+
+
+def is_sent_under(name: str, nonce: str) -> bool:
+    """Whether a temporary folder has the name of an upload under the claim with this nonce."""
+    return name.startswith(f"sending-{nonce[:8]}")
 
 
 def _scratch(name: str) -> str:

@@ -200,7 +200,10 @@ class UploadRecord(Record, frozen=True, kw_only=True):
 
 
 class TiersRecord(Record, frozen=True, kw_only=True):
-    """Remote root, newest epoch that was seen there (or 0), and last upload of a local root."""
+    """Remote root, newest epoch that was seen there (or 0), and last upload of a local root.
+
+    `host` is the host that this root is a disk of; empty: the local root has all files.
+    """
 
     kind: ClassVar[str] = "tiers"
     remote: str
@@ -211,3 +214,11 @@ class TiersRecord(Record, frozen=True, kw_only=True):
     nbytes: Natural = 0
     upload_s: float = 0.0
     requests: Natural = 0
+    host: str = ""
+
+    @override
+    def _members(self) -> dict[str, Any]:
+        members = super()._members()
+        if not self.host:
+            del members["host"]
+        return members

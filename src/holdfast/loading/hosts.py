@@ -360,6 +360,21 @@ class HostRecords:
                 raise CorruptData(f"{store.url}/{key}: it is not what was written")
         return data
 
+    def list_lost(self, entry: Entry) -> list[str]:
+        """In the leader: list files of a checkpoint that were on no host's disk at the last look.
+
+        None of a checkpoint that was saved since.
+        """
+        folder, manifest = entry.folder, entry.manifest
+        if not any(folder in listed.files for listed in self._listed):
+            return []
+        gone = {f for name in entry.marks.thinned for f in manifest.components[name].files}
+        return [
+            name
+            for name, file in manifest.files.items()
+            if name not in gone and not self._having(folder, name, file)
+        ]
+
     def note_suspects(
         self, rank: int, names: Sequence[str], folder: str, sources: FileSources
     ) -> bool:

@@ -39,6 +39,7 @@ from holdfast.root.documents import (
     read_if_there,
     was_made_by,
 )
+from holdfast.root.upload_records import host_of
 from holdfast.store.base import Store
 
 Outcome = Literal["remove", "mark", "keep"]
@@ -101,6 +102,10 @@ def collect_garbage(
     registers = catalog.read_each([str(name) for name in visited])
     for name, register in zip(visited, registers, strict=True):
         folder = str(name)
+        if register is None and own_epoch is None and (host := host_of(store)):
+            why = f"this is the disk of {host}, and another host may have its manifest"
+            report.kept.append((folder, why))
+            continue
         try:
             has_uploads = name in with_uploads
             if not _visit(
@@ -372,6 +377,14 @@ def _sweep_leases(store: Store, report: GcReport, *, dry_run: bool) -> None:
         target.append((lease.key, why or f"{lease.who} reads {lease.folder}, or may"))
 
 
+def _is_sent_now(store: Store, name: str, own_epoch: int | None) -> bool:
+    """Whether a temporary folder is of an upload by another host under the caller's claim."""
+    with suppress(FormatError):
+        own = None if own_epoch is None else Catalog(store).writer(own_epoch)
+        return own is not None and layout.is_sent_under(name, own.nonce)
+    return False
+
+
 def _is_committed(store: Store, folder: str) -> bool:
     try:
         return isinstance(Catalog(store).read(folder), Manifest)
@@ -394,7 +407,7 @@ def _sweep_temporary(
         return
     for key in store.children():
         name = key.rstrip("/")
-        if not layout.is_scratch(name):
+        if not layout.is_scratch(name) or _is_sent_now(store, name, own_epoch):
             continue
         with _recording_failure(name, report):
             remove_scratch(store, name)

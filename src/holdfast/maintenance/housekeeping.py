@@ -8,9 +8,11 @@ the `Housekeeper`, `UploadQueries` to a second root, and `IntervalMeasurements` 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
+
+from typing_extensions import override
 
 from holdfast.control import exits
 from holdfast.errors import HoldfastError, Superseded
@@ -128,8 +130,32 @@ class Housekeeper:
             self._emit("housekeeping_failed", f"{what}: {error!r}")
 
 
+class IdleHousekeeper(Housekeeper):
+    """Housekeeper of a rank that does not lead: it deletes nothing."""
+
+    @override
+    def apply_retention(self, entry: Entry) -> None:
+        """No-op: the leader deletes."""
+
+    @override
+    def retain(self) -> None:
+        """No-op: the leader deletes."""
+
+    @override
+    def delete_local_copy(self, folder: str) -> None:
+        """No-op: the leader deletes."""
+
+    @override
+    def remove_unfinished(self, *, spared: Collection[str] = ()) -> None:
+        """No-op: the leader deletes."""
+
+
 class UploadQueries:
     """Manager's interface to uploads, as of `Mirror`; this default, for one root, is a no-op."""
+
+    def list_uploads(self) -> Sequence[str]:
+        """List the folders that are to be uploaded, the newest first, for other hosts."""
+        return ()
 
     def queue_new_uploads(self) -> None:
         """Queue the upload of a new local checkpoint; call before local retention runs."""
@@ -237,8 +263,8 @@ class PostSaveTasks:
 
     def after_claim(self) -> None:
         """Remove leftovers of earlier writers, read recorded costs, repair damaged checkpoints."""
+        self._housekeeper.remove_unfinished()
         if self._leads:
-            self._housekeeper.remove_unfinished()
             self._tuning.load_recorded_costs()
             self._uploads.mend_now()
 
@@ -247,7 +273,7 @@ class PostSaveTasks:
         if self._leads:
             self._tuning.record_new_cost(entry)
             self._uploads.queue_new_uploads()
-            self._housekeeper.apply_retention(entry)
+        self._housekeeper.apply_retention(entry)
 
     def after_failure(self) -> None:
         """Keep the manager alive until its error is raised; let later managers claim the run."""

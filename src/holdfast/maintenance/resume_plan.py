@@ -15,6 +15,7 @@ from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.ownership.claim import Choice, dropped, is_being_deleted
 from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.upload_records import find_elsewhere
 from holdfast.store.base import ObjectInfo, Store
 
 Obstacle: TypeAlias = Literal[
@@ -65,11 +66,15 @@ def missing_files(
     infos = store.list(f"{entry.folder}/") if listed is None else listed
     nbytes = {info.key.rpartition("/")[2]: info.nbytes for info in infos}
     files = entry.manifest.files
+    elsewhere = find_elsewhere(store, entry.manifest, nbytes)
+    of_others = {name for names in elsewhere.values() for name in names}
     return sorted(
         name
         for component, part in entry.manifest.components.items()
         for name in part.files
-        if component not in entry.marks.thinned and nbytes.get(name) != files[name].stored_nbytes
+        if component not in entry.marks.thinned
+        and name not in of_others
+        and nbytes.get(name) != files[name].stored_nbytes
     )
 
 

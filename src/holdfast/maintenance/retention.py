@@ -6,8 +6,8 @@ Whole checkpoints are deleted first, then components of some that stay. A dry ru
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from holdfast.errors import (
@@ -131,6 +131,24 @@ class Pruned:
     """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removed:
+    """A deletion that was done: of a checkpoint, or of components of it."""
+
+    folder: str
+    reason: str
+    components: tuple[str, ...] = ()
+    """Those that were dropped; empty: the whole checkpoint was deleted."""
+
+
+class OtherHosts(Protocol):
+    """Interface to the other hosts of a run that each have a part of every checkpoint."""
+
+    def read_back(self, folder: str) -> str:
+        """Return what is wrong with a checkpoint's files there; empty if nothing is."""
+        ...
+
+
 class Waiting(Protocol):
     """Interface that vetoes deletions, such as those of checkpoints not uploaded yet."""
 
@@ -147,6 +165,12 @@ class Deleter:
     (invariant 4). A checkpoint that is being read waits for the next time; each reader is reported
     once (rule 8).
     """
+
+    others: OtherHosts | None = None
+    """Hosts that read their files back, too; None: all files are here."""
+    incomplete: Mapping[str, str] = {}
+    """By folder, which files no host has: such a checkpoint counts as rejected."""
+    _removed: tuple[Removed, ...] = ()
 
     def __init__(
         self,
@@ -184,6 +208,11 @@ class Deleter:
         """Deletions that failed or did not finish, by folder."""
         self.report = Pruned()
 
+    def take_removed(self) -> tuple[Removed, ...]:
+        """Return the deletions since the last call."""
+        removed, self._removed = self._removed, ()
+        return removed
+
     def trust(self, entry: Entry) -> None:
         """Mark a checkpoint as verified: the caller has read every byte and found it right."""
         self._verified.add(entry.manifest.save_id)
@@ -209,6 +238,8 @@ class Deleter:
             if self._is_first_time(folder):
                 text = f"{folder} stays, whatever the rule says, because it cannot be read: {error}"
                 self.emit("warning", text, folder=folder)
+        if self.incomplete:
+            entries = tuple(map(self._reject_incomplete, entries))
         planned = plan_retention(
             catalog,
             entries,
@@ -234,6 +265,10 @@ class Deleter:
                 sync_checkpoint(self.store, base.folder)
                 settled.add(base.folder)
             self._execute(claim, item)
+
+    def _reject_incomplete(self, entry: Entry) -> Entry:
+        lost = self.incomplete.get(entry.folder)
+        return replace(entry, marks=replace(entry.marks, rejected=(lost,))) if lost else entry
 
     def delete_local_copy(
         self, claim: Claim, entry: Entry, *, unclear: Collection[str] = ()
@@ -326,6 +361,10 @@ class Deleter:
         except NoCheckpoint:
             return False  # a writer that took the run over has deleted it
         if not report.of_state:
+            why = "" if self.others is None else self.others.read_back(entry.folder)
+            if why:
+                self._report_failure(entry, StoreError(f"it cannot be read back: {why}"))
+                return False
             self.trust(entry)
             return True
         problems = "; ".join(str(problem) for problem in report.of_state[:3])
@@ -380,6 +419,8 @@ class Deleter:
         self, entry: Entry, components: Sequence[str], why: str, left: Sequence[str]
     ) -> None:
         folder, step = entry.folder, entry.step
+        done = Removed(folder=folder, reason=why, components=tuple(components))
+        self._removed = (*self._removed, done)
         if components:
             self.report.thinned.append(folder)
             text = f"dropped {', '.join(components)} of {folder}: {why}"

@@ -25,6 +25,7 @@ from holdfast.errors import (
     SealError,
     StoreError,
     UnsupportedVersion,
+    some_of,
 )
 from holdfast.format import layout
 from holdfast.format.blocks import DIGEST_NBYTES, digest_blocks, file_digest, list_blocks
@@ -56,6 +57,7 @@ from holdfast.maintenance.verify_reads import (
 from holdfast.ownership.leases import leased
 from holdfast.root.catalog import Catalog
 from holdfast.root.remaining import Parts, parts_of
+from holdfast.root.upload_records import find_elsewhere
 from holdfast.store.base import Store
 
 _MAX_RECORD_NBYTES = 65536
@@ -264,11 +266,28 @@ class _Inspection:
         self._notes += [f"component {name} was not to be saved" for name in manifest.left_out]
         self._notes += [f"the state was not healthy: {reason}" for reason in manifest.unhealthy]
         lost = {file for name in dropped for file in manifest.components[name].files}
+        lost |= self._find_elsewhere(manifest, lost)
+        whole = {name: manifest.components[name] for name in parts.whole}
         return msgspec.structs.replace(
             manifest,
-            components={name: manifest.components[name] for name in parts.whole},
+            components={
+                name: msgspec.structs.replace(
+                    part, files=tuple(file for file in part.files if file not in lost)
+                )
+                for name, part in whole.items()
+            },
             files={file: entry for file, entry in manifest.files.items() if file not in lost},
         )
+
+    def _find_elsewhere(self, manifest: Manifest, dropped: Collection[str]) -> set[str]:
+        """Return the files that are only on the disks of other hosts; add notes on those."""
+        if not manifest.hosts:
+            return set()
+        names = {*self._reader.list_names(), *dropped}
+        elsewhere = again(lambda: find_elsewhere(self._store, manifest, names))
+        for host, files in elsewhere.items():
+            self._notes.append(f"not here, but on the disk of {host}: {some_of(files, 3)}")
+        return {file for files in elsewhere.values() for file in files}
 
     def _read_parts(self, manifest: Manifest) -> Parts:
         marks = again(lambda: Catalog(self._store).marks(self._folder))

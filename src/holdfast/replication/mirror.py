@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -31,7 +32,7 @@ from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.manifest import Timestamp
 from holdfast.format.records import UploadState
-from holdfast.maintenance.housekeeping import Housekeeper, UploadQueries
+from holdfast.maintenance.housekeeping import Housekeeper, IdleHousekeeper, UploadQueries
 from holdfast.maintenance.retention import Deleter, candidate
 from holdfast.maintenance.verify import verify
 from holdfast.ownership.annotations import copy_marks, copy_metrics
@@ -43,7 +44,7 @@ from holdfast.ownership.tiered_options import Tiered, TieredOptions, TierRules
 from holdfast.policy.rule import Candidate
 from holdfast.replication.queue import UploadQueue
 from holdfast.replication.repair import mend
-from holdfast.replication.upload import Cost, UploadInterrupted
+from holdfast.replication.upload import Cost, UploadInterrupted, describe_files
 from holdfast.replication.upload_thread import LOOK_S, UploadThread
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import (
@@ -54,6 +55,9 @@ from holdfast.root.commit import (
     sync_checkpoint,
 )
 from holdfast.root.history_writer import copy_segments, list_merged, list_segments
+
+if TYPE_CHECKING:
+    from holdfast.replication.hosts import HostOrders
 
 _NOTE_EVERY_S = 2.0
 
@@ -70,10 +74,12 @@ class Mirror(UploadThread):
         *,
         replaces: bool,
         timeout_s: float,
+        hosts: HostOrders | None = None,
     ) -> None:
         """Create a mirror, paused until `go_on`. `replaces` is as for `Deleter`; `timeout_s` is
-        the longest that callers wait."""
+        the longest that callers wait; `hosts` are the ranks of a run with a disk on each host."""
         self._owner = owner
+        self._hosts = hosts
         self._catalog = owner.catalog
         local, remote = self._catalog.store, self._catalog.remote.store
         self._queue = UploadQueue(local, remote.url, rules.remote, emit, owner, replaces=replaces)
@@ -83,7 +89,8 @@ class Mirror(UploadThread):
         deleter = Deleter(
             self._local, rules.local, emit, replaces=replaces, is_sent_to=False, waiting=self._queue
         )
-        self.chores = Housekeeper(owner, deleter)
+        self._deleter = deleter
+        self.chores = self._make_chores(owner, deleter)
         deleter = Deleter(
             self._remote,
             rules.remote,
@@ -98,6 +105,13 @@ class Mirror(UploadThread):
         self._may_mend = False
         """Whether the next round repairs damaged checkpoints of the local tier."""
         self._clear_cached_facts()
+
+    def _make_chores(self, owner: Ownership, deleter: Deleter) -> Housekeeper:
+        if self._hosts is None:
+            return Housekeeper(owner, deleter)
+        from holdfast.replication.hosts import LeadingHousekeeper
+
+        return LeadingHousekeeper(owner, deleter, self._hosts, self)
 
     @override
     def _clear_cached_facts(self) -> None:
@@ -121,6 +135,16 @@ class Mirror(UploadThread):
             self._emit("housekeeping_failed", f"queue of uploads: {error!r}")
         self._may_release = True
         self._wake()
+
+    @override
+    def list_uploads(self) -> Sequence[str]:
+        with self._changed:
+            if not self._queue.is_sure:  # right after a claim
+                self._queue.refresh()
+            waiting = sorted(self._queue.waiting, key=lambda entry: entry.order, reverse=True)
+            folders = [entry.folder for entry in waiting]
+            self._begun.update(folders)
+        return folders
 
     @override
     def mend_now(self) -> None:
@@ -166,6 +190,26 @@ class Mirror(UploadThread):
         )
 
     # The thread
+
+    @override
+    def go_on(self) -> None:
+        if self._hosts is not None:
+            names = self._sender.hosts = self._hosts.names
+            self._queue.host = "" if names is None else names.own
+            self._queue.note_tiers(epoch=None)
+            incomplete = self._find_incomplete(self._hosts)
+            self._queue.incomplete = self._deleter.incomplete = incomplete
+        super().go_on()
+
+    def _find_incomplete(self, hosts: HostOrders) -> dict[str, str]:
+        """Map checkpoints of which no host has some file to texts on those files."""
+        entries = Catalog(self._local).checkpoints()
+        lost = {entry.folder: hosts.records.list_lost(entry) for entry in entries}
+        return {
+            entry.folder: describe_files(entry.manifest, lost[entry.folder])
+            for entry in entries
+            if lost[entry.folder]
+        }
 
     @override
     def pause(self, timeout_s: float | None = None) -> None:
@@ -261,7 +305,11 @@ class Mirror(UploadThread):
         with self._changed:
             self._queue.see(remote, lineage)
             attempts = map(str, self._catalog.remote.attempts())
-            self._begun = {*attempts}.intersection(self._queue.folders)
+            self._begun |= {*attempts}.intersection(self._queue.folders)
+        for folder, lost in self._queue.incomplete.items():
+            if folder not in remote:
+                text = f"{folder} cannot be uploaded, as no host of this run has {lost}"
+                self._emit_remote("warning", text, folder=folder)
         with self._owner.remote_scratch():
             self._remote_chores.remove_unfinished(spared=self._queue.spared)
         self._remote_chores.retain()
@@ -388,7 +436,8 @@ class Mirror(UploadThread):
             self._remote_chores.retain()  # `latest` moves forward only, and in the run's lineage
         for there in self._remote_chores.list_judged():
             copy_metrics(there.marks, self._local, there.name)
-        if cost.is_all:  # then every byte of the local copy was read and found right
+        if cost.is_all or self._hosts is not None:
+            # Every byte of the local copy was read and found right, or is in the remote tier.
             self.chores.trust(entry)
         self.chores.retain()
         if self._options.keep_local == 0 and self._may_release:
@@ -428,6 +477,8 @@ class Mirror(UploadThread):
             self._begun.discard(folder)
             self._queue.give_up(folder)
             name = layout.parse_attempt(folder)
+            if self._hosts is not None and not self._remote.children(folder):
+                continue  # no host has begun
             by = f"writer {claim.epoch}"
             # A new owner of the run may want the checkpoint, and could not commit it any more.
             check_ownership(self._remote, claim.epoch, committed=False)
@@ -504,9 +555,12 @@ class MirroredOwnership(TieredOwnership):
         takeover: bool,
         replaces: bool,
         timeout_s: float,
+        hosts: HostOrders | None,
     ) -> None:
         super().__init__(catalog, takeover=takeover, emit=emit)
-        self.mirror = Mirror(self, rules, options, emit, replaces=replaces, timeout_s=timeout_s)
+        self.mirror = Mirror(
+            self, rules, options, emit, replaces=replaces, timeout_s=timeout_s, hosts=hosts
+        )
 
     @override
     def claim_ownership(self, choices: Iterator[Choice]) -> None:
@@ -525,15 +579,24 @@ def ownership(
     replaces: bool,
     timeout_s: float,
     leads: bool = True,
+    hosts: HostOrders | None = None,
 ) -> tuple[Ownership, UploadQueries, Housekeeper]:
     """Create the ownership, uploads and local housekeeping of a root with one or two tiers.
 
-    With one tier, uploads are a no-op, and in a rank that does not lead all three are.
+    With one tier, uploads are a no-op, and in a rank that does not lead all three are, unless each
+    of the `hosts` has a disk.
     """
     if not leads:
+        idle = Deleter(catalog.store, rules.local, emit, is_sent_to=False)
+        if hosts is not None and isinstance(root, Tiered) and isinstance(catalog, TieredCatalog):
+            from holdfast.replication.hosts import follow_hosts
+
+            remote = catalog.remote.store
+            return follow_hosts(
+                hosts, catalog.store, remote, root.options, idle, emit, timeout_s=timeout_s
+            )
         follower = Following(catalog.store, takeover=takeover, emit=emit)
-        idle = Deleter(catalog.store, rules.local, emit)
-        return follower, UploadQueries(), Housekeeper(follower, idle)
+        return follower, UploadQueries(), IdleHousekeeper(follower, idle)
     if not (isinstance(root, Tiered) and isinstance(catalog, TieredCatalog)):
         owner = Ownership(catalog.store, takeover=takeover, emit=emit)
         deleter = Deleter(catalog.store, rules.local, emit, replaces=replaces, is_sent_to=False)
@@ -546,5 +609,6 @@ def ownership(
         takeover=takeover,
         replaces=replaces,
         timeout_s=timeout_s,
+        hosts=hosts,
     )
     return both, both.mirror, both.mirror.chores

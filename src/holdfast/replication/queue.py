@@ -52,6 +52,10 @@ class UploadQueue:
         self._owner = owner
         self._replaces = replaces
         self._ledger = Ledger(local)
+        self.host = ""
+        """Name of the host that the local root is a disk of; empty: it has all files."""
+        self.incomplete: Mapping[str, str] = {}
+        """By folder, which files no host has, so that the checkpoint cannot be uploaded."""
         self.clear()
 
     def clear(self) -> None:
@@ -149,7 +153,10 @@ class UploadQueue:
         new = {
             folder: candidate(self._local, entry)
             for folder, entry in local.items()
-            if folder not in remote and folder not in self._given_up and not self._was_sent(entry)
+            if folder not in remote
+            and folder not in self.incomplete
+            and folder not in self._given_up
+            and not self._was_sent(entry)
         }
         new = {
             folder: one
@@ -321,6 +328,7 @@ class UploadQueue:
         record = structs.replace(
             before,
             changed=utc_now(),
+            host=self.host,
             epoch=before.epoch if epoch is None else epoch,
             error=error[:MAX_ERROR_CHARS] or None,
         )

@@ -4,7 +4,8 @@ Every block is compared with its digest between the disk and the network, so tha
 uploaded. Encrypted files are uploaded as stored; only the manifest is decrypted. A file appears in
 the other root once it is whole: if a store shows files that are being written, they are written in
 a scratch folder and linked to their name at the end. So an upload never replaces or removes
-anything in a checkpoint's folder, and files that exist need not be uploaded again.
+anything in a checkpoint's folder, and files that exist need not be uploaded again. Of a local root
+on one host, its files are uploaded, and the upload waits for those that other hosts send.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from holdfast.encryption.manifests import box_documents, boxes_of
 from holdfast.encryption.store import bare, sealed, vouched
@@ -33,7 +34,9 @@ from holdfast.errors import (
     NotFound,
     NotSealed,
     StoreError,
+    TransientStoreError,
     UnsupportedStore,
+    some_of,
     time_limit,
 )
 from holdfast.format import layout
@@ -62,6 +65,16 @@ from holdfast.store.base import BlockWriter, Store
 from holdfast.threads.workers import Background, cancel
 
 T = TypeVar("T")
+PiecesOfFile: TypeAlias = Callable[[str], tuple[FilePiece, ...]]
+"""Function that maps a file's name to its pieces."""
+
+COPIES_QUIET_S = 300.0
+"""How long no file of another host may arrive before copies of its files are sent from here."""
+HOSTS_QUIET_S = 600.0
+"""How long no file of another host may arrive before the upload of a checkpoint has failed."""
+_PAUSE_S = 0.5
+"""Shortest pause between two looks for files of other hosts; it doubles while none arrives."""
+_PAUSE_MAX_S = 10.0
 
 NICENESS = 10
 """Nice value of upload threads: less priority than training and saving, where supported."""
@@ -82,6 +95,28 @@ class Cost:
     seconds: float = 0.0
     is_all: bool = False
     """Whether every file was uploaded, as none existed in the remote root already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostNames:
+    """Names of the hosts of a run that has a local root on each of them."""
+
+    own: str
+    others: frozenset[str]
+    is_leading: bool
+    """Whether the own host sends what all hosts have, too: index and trees."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesHere:
+    """Names of the files of a checkpoint that one local root has."""
+
+    own: Set[str]
+    """Files to send: those that no other host of the run sends."""
+    copies: Set[str] = frozenset()
+    """Copies of files that another host sends."""
+    lost: Set[str] = frozenset()
+    """Files that this host wrote and has no more."""
 
 
 class Sender:
@@ -107,6 +142,10 @@ class Sender:
         self._timeout_s = timeout_s
         self.background = background or Background("holdfast-upload", num_threads=num_threads)
         """Upload threads; a request to stop interrupts the current upload."""
+        self.hosts: HostNames | None = None
+        """The hosts of the run, which each have and send some of the files; None: all are here."""
+        self.nonce = ""
+        """Nonce of the claim of another process, which must not remove temporary folders."""
         self._lock = threading.Lock()
         self._cost = Cost()
         self._on_progress: Callable[[Cost], None] = lambda cost: None
@@ -141,6 +180,21 @@ class Sender:
         else:
             self._expect_complete(folder, listing)
         self._confirm(folder, data)
+        self._cost.seconds = time.perf_counter() - began
+        return self._cost
+
+    def upload_files(self, folder: str, names: Collection[str]) -> Cost:
+        """Upload some files of a checkpoint that another process commits in the remote root.
+
+        Nothing is done if it has been committed. Raises as `upload_checkpoint` does; damage in a
+        file is raised when the others were sent.
+        """
+        began = time.perf_counter()
+        self._cost = Cost()
+        _, listing = self._listing(folder)
+        if not self._is_committed(folder):
+            self._remote.make_folder(folder)
+            self._send_missing(folder, listing, names, self.list_pieces(folder, listing))
         self._cost.seconds = time.perf_counter() - began
         return self._cost
 
@@ -195,19 +249,96 @@ class Sender:
     def _send_files(self, folder: str, listing: Listing) -> None:
         self._remote.make_folder(folder)
         pieces_of_file = self.list_pieces(folder, listing)
+        here = self.find_files(folder, listing)
+        damage: CorruptData | None = None
+        try:
+            num_sent = self._send_missing(folder, listing, here.own, pieces_of_file)
+            self._cost.is_all = num_sent == len(listing.files)
+        except CorruptData as error:
+            if self.hosts is None:
+                raise
+            damage = error  # another host may have a copy
+        if self.hosts is not None:
+            self._wait_for_hosts(folder, listing, here.copies, pieces_of_file, damage)
+
+    def find_files(self, folder: str, listing: Listing) -> FilesHere:
+        """Find out which files are here, and which of them are to be sent from here."""
+        files, hosts = listing.files, self.hosts
+        if hosts is None or not isinstance(listing, Manifest):
+            return FilesHere(own={*files})
+        sizes = list_sizes(self._local, folder)
+        here = {name for name, file in files.items() if sizes.get(name) == file.stored_nbytes}
+        others = {name for host in hosts.others for name in listing.hosts.get(host, ())}
+        of_hosts = {name for names in listing.hosts.values() for name in names}
+        return FilesHere(
+            own=here - others if hosts.is_leading else here & of_hosts - others,
+            copies=here & others,
+            lost={*listing.hosts.get(hosts.own, ())} - here,
+        )
+
+    def _send_missing(
+        self,
+        folder: str,
+        listing: Listing,
+        names: Collection[str],
+        pieces_of_file: PiecesOfFile,
+    ) -> int:
+        """Send files that the remote root lacks, in the order of the manifest; count them."""
         sizes = self._remote_sizes(folder)
-        num_whole = 0
+        num_sent = 0
+        damaged: CorruptData | None = None
         for name, entry in listing.files.items():
             key, nbytes = f"{folder}/{name}", entry.stored_nbytes
-            exists = sizes.get(name) == nbytes
-            if exists and (not self._reads_back or self._matches(key, pieces_of_file(name))):
-                num_whole += 1
-            else:
+            if name not in names:
+                continue
+            if sizes.get(name) == nbytes and self._matches(key, pieces_of_file(name)):
+                continue
+            try:
                 self._send_file(key, nbytes, pieces_of_file(name), exists=name in sizes)
-        self._cost.is_all = not num_whole
+            except CorruptData as error:
+                damaged = damaged or error
+            num_sent += 1
+        if damaged is not None:
+            raise damaged
+        return num_sent
 
-    def list_pieces(self, folder: str, listing: Listing) -> Callable[[str], tuple[FilePiece, ...]]:
-        """Return a function that maps a file's name to its pieces."""
+    def _wait_for_hosts(
+        self,
+        folder: str,
+        listing: Listing,
+        copies: Set[str],
+        pieces_of_file: PiecesOfFile,
+        damage: CorruptData | None,
+    ) -> None:
+        """Wait for the files that other hosts send; they appear whole."""
+        left = {*listing.files}
+        pause_s, changed_s = _PAUSE_S, time.monotonic()
+        while left:
+            sizes = self._remote_sizes(folder)
+            arrived = {
+                name
+                for name in left
+                if sizes.get(name) == listing.files[name].stored_nbytes
+                and self._matches(f"{folder}/{name}", pieces_of_file(name))
+            }
+            left -= arrived
+            quiet_s = time.monotonic() - changed_s
+            if arrived:
+                pause_s, changed_s = _PAUSE_S, time.monotonic()
+            elif left & copies and quiet_s >= COPIES_QUIET_S:
+                self._send_missing(folder, listing, left & copies, pieces_of_file)
+            elif quiet_s >= HOSTS_QUIET_S:
+                raise damage or TransientStoreError(
+                    f"{self._remote.url}/{folder}: nothing came for {time_limit(HOSTS_QUIET_S)}; "
+                    f"it lacks {describe_files(listing, left)}"
+                )
+            elif self.background.sleep(pause_s):
+                self._check_interrupt(folder)
+            else:
+                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+
+    def list_pieces(self, folder: str, listing: Listing) -> PiecesOfFile:
+        """Divide the files of a checkpoint into pieces with digests."""
         if isinstance(listing, Visible):
             return partial(self._pieces_of_sealed, folder, listing.files)
 
@@ -251,8 +382,7 @@ class Sender:
 
     def _remote_sizes(self, folder: str) -> dict[str, int]:
         self._add_cost()
-        start = len(folder) + 1
-        return {info.key[start:]: info.nbytes for info in self._remote.list(f"{folder}/")}
+        return list_sizes(self._remote, folder)
 
     def _send_file(
         self, key: str, nbytes: int, pieces: tuple[FilePiece, ...], *, exists: bool
@@ -297,7 +427,7 @@ class Sender:
         replaced_under: int | None = None,
     ) -> None:
         """Upload a file into a scratch folder, and link it to its key, which may be replaced."""
-        scratch = layout.sending_folder(os.urandom(8))
+        scratch = layout.sending_folder(os.urandom(8), self.nonce)
         aside = f"{scratch}/{key.rpartition('/')[2]}"
         self._remote.make_folder(scratch, exclusive=True)
         try:
@@ -426,8 +556,11 @@ class Sender:
     # The commit
 
     def _expect_sizes(self, folder: str, listing: Listing) -> None:
+        sizes = self._remote_sizes(folder)
         for name, entry in listing.files.items():
-            key = f"{folder}/{name}"
+            if sizes.get(name) == entry.stored_nbytes:
+                continue
+            key = f"{folder}/{name}"  # a list may lag
             self._add_cost()
             nbytes = self._remote.head(key).nbytes
             if nbytes != entry.stored_nbytes:
@@ -470,6 +603,24 @@ class Sender:
             self._cost.requests += requests
         if nbytes:
             self._on_progress(self._cost)
+
+
+def describe_files(manifest: Listing, names: Collection[str]) -> str:
+    """Name files of a checkpoint, with the hosts that wrote them."""
+    wanted = {*names}
+    hosts = manifest.hosts if isinstance(manifest, Manifest) else {}
+    lines = [
+        f"{some_of(found)}, written by {host}"
+        for host, of_host in hosts.items()
+        if (found := [name for name in of_host if name in wanted])
+    ]
+    return "; ".join(lines) or some_of(sorted(names))
+
+
+def list_sizes(store: Store, folder: str) -> dict[str, int]:
+    """List the files in a folder of a store, with their lengths in bytes."""
+    start = len(folder) + 1
+    return {info.key[start:]: info.nbytes for info in store.list(f"{folder}/")}
 
 
 def _shows_whole_files(remote: Store) -> bool:

@@ -7,10 +7,13 @@ again after a remote deletion; and the progress, for people.
 
 from __future__ import annotations
 
-from holdfast.errors import FormatError, StoreError
+from collections.abc import Collection, Mapping
+
+from holdfast.errors import FormatError, StoreError, UsageError
 from holdfast.format import layout
+from holdfast.format.manifest import Manifest
 from holdfast.format.records import TiersRecord, UploadRecord
-from holdfast.root.catalog import Entry
+from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.documents import is_of_others, read_if_there
 from holdfast.store.base import Store
 
@@ -71,6 +74,43 @@ class Ledger:
         except FormatError:
             return True, None
         return record is not None, record
+
+
+def host_of(store: Store) -> str:
+    """Return the host that a local root is a disk of; empty if the root has all files."""
+    tiers = Ledger(store).tiers()
+    return "" if tiers is None else tiers.host
+
+
+def find_elsewhere(
+    store: Store, manifest: Manifest, here: Collection[str]
+) -> Mapping[str, tuple[str, ...]]:
+    """Map other hosts to their files of a checkpoint that this host's root lacks.
+
+    `here` are the names in its folder. Empty for a root that has all files: there they are missing.
+    """
+    own = host_of(store) if manifest.hosts else ""
+    if not own:
+        return {}
+    lacking = {
+        host: tuple(name for name in names if name not in here)
+        for host, names in manifest.hosts.items()
+        if host != own
+    }
+    return {host: names for host, names in lacking.items() if names}
+
+
+def expect_one_root(store: Store) -> None:
+    """Raise `UsageError` if a local root has only one host's files of the run's checkpoints."""
+    tiers = Ledger(store).tiers()
+    if tiers is None or not tiers.host:
+        return
+    if any({*entry.manifest.hosts} - {tiers.host} for entry in Catalog(store).checkpoints()):
+        raise UsageError(
+            f"{store.url}: nothing was deleted. This is the disk of {tiers.host}, and other hosts "
+            "have the rest of its checkpoints. The run deletes on all hosts by keep_local=; or "
+            f"delete in {tiers.remote}"
+        )
 
 
 class NotedUploads:

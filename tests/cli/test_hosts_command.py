@@ -1,0 +1,101 @@
+"""Commands on the disk of one host of several say what is elsewhere, and delete no part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tests.cli.roots import Result
+
+from allranks import Member, all_of, on_ranks
+from holdfast import HostTiers
+from holdfast.root.catalog import Catalog
+from holdfast.store.local import LocalStore
+
+Command = Callable[..., Result]
+NUM_STEPS = 2
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Path:
+    """Roots of the hosts `a` and `b` with the same checkpoints, and the remote tier."""
+
+    def work(member: Member) -> None:
+        root = HostTiers(tmp_path / "ab"[member.rank], tmp_path / "remote")
+        state = {**member.state, "noise": torch.Generator().manual_seed(member.rank)}
+        with member.manager(root, state=state) as manager:
+            manager.resume()
+            for step in range(1, NUM_STEPS + 1):
+                manager.save(step).wait()
+            manager.wait()
+
+    all_of(on_ranks(2, work))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("host", "other"), [("a", "b"), ("b", "a")])
+def test_files_of_other_hosts_are_no_damage(
+    holdfast: Command, hosts: Path, host: str, other: str
+) -> None:
+    listed = holdfast("ls", hosts / host, "--json")
+    assert listed.code == 0
+    for one in listed.document["checkpoints"]:
+        assert one["missing"] == []
+        ((name, number),) = one["elsewhere"].items()
+        assert name.endswith(other)
+        assert number > 0
+    assert "files on other hosts" in holdfast("ls", hosts / host).out
+    verified = holdfast("verify", hosts / host)
+    assert verified.code == 0
+    uploads = holdfast("uploads", hosts / host, "--json").document
+    assert uploads["host"].endswith(host)
+    assert [one["state"] for one in uploads["checkpoints"]] == ["uploaded"] * NUM_STEPS
+    folder = uploads["checkpoints"][0]["folder"]
+    paths = [p for p in (hosts / host / folder).iterdir() if not p.name.startswith("manifest")]
+    assert uploads["checkpoints"][0]["nbytes"] == sum(path.stat().st_size for path in paths)
+    assert holdfast("ls", hosts / "remote", "--json").document["checkpoints"][0]["elsewhere"] == {}
+
+
+def test_a_file_that_the_host_itself_has_lost_is_damage(holdfast: Command, hosts: Path) -> None:
+    lost = max((hosts / "b").glob("step*/noise-00001.safetensors"))
+    lost.unlink()
+    listed = holdfast("ls", hosts / "b", "--json")
+    assert listed.code == 1
+    assert listed.document["checkpoints"][0]["missing"] == ["noise-00001.safetensors"]
+    verified = holdfast("verify", hosts / "b")
+    assert verified.code == 1
+    assert "noise-00001.safetensors" in verified.out
+
+
+@pytest.mark.parametrize("host", ["a", "b"])
+def test_no_command_deletes_a_part_of_a_checkpoint(
+    holdfast: Command, hosts: Path, host: str
+) -> None:
+    root = hosts / host
+    before = sorted(path.name for path in root.rglob("*"))
+    for words in (
+        ("prune", root, "--keep", "last:1"),
+        ("prune", root, "--keep", "last:1", "--dry-run"),
+        ("rm", f"{root}@step=1", "--yes"),
+        ("thin", f"{root}@step=1", "--drop", "optimizer", "--yes"),
+    ):
+        result = holdfast(*words)
+        assert result.code not in (0, 1), result
+        assert "other hosts have the rest" in result.err
+    assert sorted(path.name for path in root.rglob("*")) == before
+    assert holdfast("prune", hosts / "remote", "--keep", "last:1").code == 0
+    assert len(Catalog(LocalStore(hosts / "remote")).checkpoints()) == 1
+
+
+def test_gc_on_one_host_keeps_what_another_host_may_have_committed(
+    holdfast: Command, hosts: Path
+) -> None:
+    newest = max((hosts / "b").glob("step*/manifest.json"))
+    newest.unlink()
+    (hosts / "b" / "uploads" / f"{newest.parent.name}.json").unlink()
+    result = holdfast("gc", hosts / "b")
+    assert "another host may have its manifest" in result.out
+    assert [*newest.parent.glob("*.safetensors")]
+    assert not newest.exists()

@@ -1,0 +1,359 @@
+"""Several hosts with a disk each: they send their files, and the leader commits in the remote tier.
+
+Hosts are folders, and ranks are threads.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from allranks import Member, all_of, on_ranks
+from holdfast import HostTiers, Last, errors
+from holdfast.events import Event
+from holdfast.format import layout
+from holdfast.maintenance.verify import verify
+from holdfast.manager import CheckpointManager
+from holdfast.ownership.leases import leased
+from holdfast.root.catalog import Catalog
+from holdfast.store.base import Store
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing.faulty import FaultyStore
+from tiers import Noted, Switch, steps_in, without_backoff
+
+Work = Callable[[Member, CheckpointManager], None]
+
+
+def on_hosts(
+    path: Path,
+    hosts: str,
+    remote: Store | Sequence[Store],
+    work: Work,
+    *,
+    sinks: Mapping[int, Any] = {},
+    given: Mapping[str, Any] = {},
+    **options: Any,
+) -> list[Noted]:
+    """Resume on ranks of these hosts, which are folders, and work; returns what each emitted.
+
+    `remote` may be a view of the remote tier for each rank; `given` are options of the managers.
+    """
+    noted = [Noted() for _ in hosts]
+
+    def run(member: Member) -> None:
+        rank = member.rank
+        view = remote if isinstance(remote, Store) else remote[rank]
+        root = HostTiers(path / hosts[rank], view, **options)
+        # A plain tree is written by the leader, and generators by each rank.
+        state = {**member.state, "noise": torch.Generator().manual_seed(rank)}
+        own = (noted[rank], *sinks.get(rank, ()))
+        with member.manager(root, state=state, sinks=own, **given) as manager:
+            manager.resume()
+            work(member, manager)
+
+    all_of(on_ranks(len(hosts), run))
+    return noted
+
+
+def saves(*steps: int, wait: bool = True) -> Work:
+    """Train and save at these steps, and with `wait` wait for the uploads."""
+
+    def work(member: Member, manager: CheckpointManager) -> None:
+        for step in steps:
+            member.train()
+            manager.save(step).wait()
+        if wait:
+            manager.wait()
+
+    return work
+
+
+def resumes(member: Member, manager: CheckpointManager) -> None:
+    """Wait for the uploads that an earlier run has left."""
+    manager.wait()
+
+
+def entries_of(path: Path, host: str) -> dict[int, str]:
+    """Step → folder of the checkpoints in the root of a host, all intact, newest first."""
+    store = LocalStore(path / host)
+    found = Catalog(store).checkpoints()
+    for entry in found:
+        report = verify(store, entry.folder)
+        assert report.ok, report.problems
+    return {entry.step: entry.folder for entry in found}
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy what the host of one root has written into that of its partner."""
+    for path in source.glob("step*/*.safetensors"):
+        shutil.copyfile(path, target / path.relative_to(source))
+
+
+def flip(root: Path) -> None:
+    """Damage the generators that rank 1 has saved."""
+    for path in root.glob("step*/noise-00001.safetensors"):
+        path.chmod(0o644)
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+
+
+def expect_calm(noted: Sequence[Noted]) -> None:
+    """Expect that no rank has warned of anything."""
+    for one in noted:
+        bad = one.of("warning") + one.of("housekeeping_failed") + one.of("upload_failed")
+        assert not bad, bad
+
+
+@pytest.mark.parametrize(("hosts", "partner"), [("ab", False), ("aabb", True), ("abc", True)])
+def test_each_host_sends_its_files_and_the_leader_commits(
+    hosts: str, partner: bool, tmp_path: Path
+) -> None:
+    remote = MemoryStore("remote")
+    views = [FaultyStore(remote) for _ in hosts]
+    noted = on_hosts(tmp_path, hosts, views, saves(1, 2, 3), partner=partner)
+    expect_calm(noted)
+    assert steps_in(remote) == [3, 2, 1]
+    made = Counter(
+        key
+        for view in views
+        for op, key in view.ops
+        if op in {"put", "create"} and key.startswith("step") and not key.endswith("manifest.json")
+    )
+    assert {*made.values()} == {1}, made
+    for host in {*hosts}:
+        assert [*entries_of(tmp_path, host)] == [3, 2, 1]
+
+
+def test_no_manifest_is_put_before_all_hosts_have_sent_and_a_restart_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_backoff(monkeypatch)
+    remote = Switch()
+    cut_off = Switch()
+    cut_off._objects, cut_off._lock = remote._objects, remote._lock
+
+    def work(member: Member, manager: CheckpointManager) -> None:
+        if member.rank == 1:
+            cut_off.error = errors.TransientStoreError("no network on b")
+        saves(1, 2, wait=False)(member, manager)
+
+    noted = on_hosts(tmp_path, "ab", [remote, cut_off], work, close_timeout_s=1.0)
+    assert steps_in(remote) == []
+    sent = {info.key for info in remote.list() if info.key.startswith("step")}
+    assert sent, "the leader has sent its files"
+    assert any("no network on b" in event.message for event in noted[1].of("upload_failed"))
+    assert any("not uploaded" in event.message for event in noted[0].of("upload_failed"))
+    views = [FaultyStore(remote), FaultyStore(remote)]
+    expect_calm(on_hosts(tmp_path, "ab", views, resumes))
+    assert steps_in(remote) == [2, 1]
+    made = {key for view in views for op, key in view.ops if op in {"put", "create"}}
+    assert not sent & made, "what is there is not sent again"
+
+
+def save_without_remote(path: Path, hosts: str, remote: Switch, *steps: int) -> None:
+    """Save while the remote tier cannot be reached, so that all is left to be uploaded."""
+
+    def work(member: Member, manager: CheckpointManager) -> None:
+        remote.error = errors.TransientStoreError("no network")
+        saves(*steps, wait=False)(member, manager)
+
+    on_hosts(path, hosts, remote, work, close_timeout_s=0.0)
+    remote.error = None
+
+
+def test_files_of_a_lost_host_are_sent_by_its_partner(tmp_path: Path) -> None:
+    remote = Switch()
+    save_without_remote(tmp_path, "abc", remote, 1)
+    assert steps_in(remote) == []
+    copy_files(tmp_path / "b", tmp_path / "c")
+    shutil.rmtree(tmp_path / "b")
+    expect_calm(on_hosts(tmp_path, "ac", remote, resumes))
+    assert steps_in(remote) == [1]
+
+
+@pytest.mark.parametrize("partner", ["a", "c"], ids=["the-leader", "another-host"])
+def test_a_copy_is_sent_of_what_a_host_has_damaged(
+    partner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.replication.upload.COPIES_QUIET_S", 0.5)
+    remote = Switch()
+    save_without_remote(tmp_path, "abc", remote, 1)
+    copy_files(tmp_path / "b", tmp_path / partner)
+    flip(tmp_path / "b")
+    noted = on_hosts(tmp_path, "abc", remote, resumes)
+    assert steps_in(remote) == [1]
+    (failed,) = noted[1].of("upload_failed")[:1]
+    assert "do not match their digest" in failed.message
+
+
+def test_a_checkpoint_of_which_a_file_is_lost_is_named_and_not_sent(tmp_path: Path) -> None:
+    remote = Switch()
+    on_hosts(tmp_path, "ab", remote, saves(1))
+    save_without_remote(tmp_path, "ab", remote, 2)
+    shutil.rmtree(tmp_path / "b")
+    noted = on_hosts(tmp_path, "ab", remote, saves(3), keep_local=Last(3))
+    assert steps_in(remote) == [3, 1]
+    (warning,) = (e for e in noted[0].of("warning") if "cannot be uploaded" in e.message)
+    assert "noise-00001.safetensors" in warning.message
+    assert "written by" in warning.message
+
+
+@pytest.mark.parametrize(("keep", "left"), [(Last(1), [4]), (Last(2), [4, 3]), (0, [4])])
+def test_retention_takes_effect_on_all_hosts(keep: Any, left: list[int], tmp_path: Path) -> None:
+    remote = MemoryStore("remote")
+    noted = on_hosts(tmp_path, "aab", remote, saves(1, 2, 3), keep_local=keep)
+    expect_calm(noted)
+    expect_calm(on_hosts(tmp_path, "aab", remote, saves(4), keep_local=keep))
+    assert steps_in(remote) == [4, 3, 2, 1]
+    for host in "ab":
+        # With keep_local=0 the newest goes, too, if it was sent before the last order.
+        assert [*entries_of(tmp_path, host)] in (left, [] if keep == 0 else left)
+    folders = [{p.name for p in (tmp_path / host).glob("step*")} for host in "ab"]
+    assert folders[0] == folders[1]
+
+
+def test_nothing_is_deleted_while_a_host_cannot_read_the_newer_one_back(tmp_path: Path) -> None:
+    remote = MemoryStore("remote")
+
+    def damage(event: Event) -> None:
+        if event.kind == "committed" and event.step == 2:
+            flip(tmp_path / "b")
+
+    def work(member: Member, manager: CheckpointManager) -> None:
+        saves(1)(member, manager)
+        saves(2, wait=False)(member, manager)
+
+    noted = on_hosts(
+        tmp_path, "ab", remote, work, sinks={1: (damage,)}, keep_local=Last(1), close_timeout_s=1.0
+    )
+    for host in "ab":
+        found = Catalog(LocalStore(tmp_path / host)).checkpoints()
+        assert [entry.step for entry in found] == [2, 1]
+    texts = [event.message for event in noted[0].of("housekeeping_failed")]
+    assert any("noise-00001" in text and "read back" in text for text in texts), texts
+
+
+def test_a_host_that_lost_a_manifest_gets_it_back_and_sends_its_files(tmp_path: Path) -> None:
+    remote = Switch()
+    save_without_remote(tmp_path, "ab", remote, 1)
+    (folder,) = (tmp_path / "b").glob("step*")
+    for name in ("manifest.json", "index.json"):
+        (folder / name).chmod(0o644)
+        (folder / name).unlink()
+    leftover = folder.parent / "notes.txt"
+    leftover.write_text("a file of the user")
+    expect_calm(on_hosts(tmp_path, "ab", remote, resumes))
+    assert steps_in(remote) == [1]
+    assert [*entries_of(tmp_path, "b")] == [1]
+    assert leftover.exists()
+
+
+def test_a_failed_upload_of_one_host_is_raised_by_the_next_save_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_backoff(monkeypatch)
+    remote, cut_off = Switch(), Switch()
+    cut_off._objects, cut_off._lock = remote._objects, remote._lock
+    noted, said = Noted(), {}
+
+    def work(member: Member, manager: CheckpointManager) -> None:
+        saves(1)(member, manager)
+        if member.rank == 1:
+            cut_off.error = errors.TransientStoreError("no network on b")
+        saves(2, wait=False)(member, manager)
+        noted.wait_for("upload_failed")
+        with pytest.raises(errors.HoldfastError) as caught:
+            saves(3, wait=False)(member, manager)
+        said[member.rank] = str(caught.value)
+        cut_off.error = None
+        saves(4)(member, manager)
+
+    on_hosts(
+        tmp_path,
+        "ab",
+        [remote, cut_off],
+        work,
+        sinks={1: (noted,)},
+        on_upload_failure="raise",
+        tries=1,
+    )
+    assert "no network on b" in said[1]
+    assert "rank 1" in said[0]
+    assert "no network on b" in said[0]
+    assert steps_in(remote) == [4, 2, 1]
+
+
+def test_max_lag_counts_what_another_host_has_not_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_backoff(monkeypatch)
+    remote, cut_off = Switch(), Switch()
+    cut_off._objects, cut_off._lock = remote._objects, remote._lock
+
+    def work(member: Member, manager: CheckpointManager) -> None:
+        saves(1)(member, manager)
+        if member.rank == 1:
+            cut_off.error = errors.TransientStoreError("no network on b")
+        saves(2, wait=False)(member, manager)
+        with pytest.raises(errors.HoldfastError, match="further behind than max_lag allows"):
+            saves(9, wait=False)(member, manager)
+
+    on_hosts(
+        tmp_path,
+        "ab",
+        [remote, cut_off],
+        work,
+        given={"save_timeout_s": 3.0},
+        max_lag="1step",
+        close_timeout_s=0.5,
+    )
+    assert steps_in(remote) == [1]
+    assert [*entries_of(tmp_path, "b")] == [2, 1]
+
+
+def test_leftovers_of_a_save_that_failed_are_removed_on_each_host(tmp_path: Path) -> None:
+    remote = MemoryStore("remote")
+    on_hosts(tmp_path, "ab", remote, saves(1))
+    (folder,) = (tmp_path / "b").glob("step*")
+    claim = Catalog(LocalStore(tmp_path / "b")).writer(1)
+    assert claim is not None
+    own = layout.attempt_name(
+        "step-00000002", 1, 2, layout.first_digits("step-00000002", 1, 2, claim.nonce) + "0" * 24
+    )
+    for name in (str(own), "step-00000003.0001-000003-00000000"):
+        shutil.copytree(folder, tmp_path / "b" / name)
+        (tmp_path / "b" / name / "manifest.json").unlink()
+    on_hosts(tmp_path, "ab", remote, saves(4))
+    names = {path.name for path in (tmp_path / "b" / str(own)).glob("*.safetensors")}
+    assert not names, "no root has its manifest"
+    left = tmp_path / "b" / "step-00000003.0001-000003-00000000"
+    assert [*left.glob("*.safetensors")], "no claim has made this one"
+
+
+def test_a_checkpoint_that_is_read_on_a_host_is_deleted_there_later(tmp_path: Path) -> None:
+    remote = MemoryStore("remote")
+
+    def work(member: Member, manager: CheckpointManager) -> None:
+        saves(1)(member, manager)
+        store = LocalStore(tmp_path / "b")
+        if member.rank == 1:
+            (entry,) = Catalog(store).checkpoints()
+            with leased(store, entry.folder):
+                saves(2)(member, manager)
+                saves(3)(member, manager)
+                assert {1} <= {entry.step for entry in Catalog(store).checkpoints()}
+                saves(4)(member, manager)
+        else:
+            saves(2)(member, manager)
+            saves(3)(member, manager)
+            saves(4)(member, manager)
+        saves(5)(member, manager)
+
+    on_hosts(tmp_path, "ab", remote, work, keep_local=Last(1))
+    assert [*entries_of(tmp_path, "a")] == [*entries_of(tmp_path, "b")] == [5]
