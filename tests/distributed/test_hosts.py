@@ -10,16 +10,18 @@ from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import pytest
 from typing_extensions import override
 
 from distributed.jobs import make
 from distributed.run import run_ranks
-from holdfast import CheckpointManager, HostTiers, errors
+from holdfast import CheckpointManager, Encryption, HostTiers, Tiered, errors
 from holdfast.control import exits
 from holdfast.events import Event
 from holdfast.format import layout
+from holdfast.keys import SecretKey
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import BlockWriter, Buffer, WrappedStore
 from holdfast.store.local import LocalStore
@@ -319,3 +321,25 @@ def test_a_rank_or_a_host_that_is_lost_in_any_phase_leaves_one_answer(
     if is_failed:
         assert step == 1, said
     assert all(one is not None and one[1] == states[step - 1] for one in resumed)
+
+
+def save_as_if_shared(folder: Path, rank: int) -> str:
+    job = make("fsdp", seed=1)
+    root = Tiered(folder / f"{rank}", folder / "remote")
+    with CheckpointManager(root, job.state) as manager, pytest.raises(errors.RanksError) as caught:
+        manager.save(1, wait=True)
+    return str(caught.value)
+
+
+def test_tiers_on_disks_that_are_not_shared_propose_these(tmp_path: Path) -> None:
+    said = run_ranks(2, partial(save_as_if_shared, tmp_path))
+    assert all("HostTiers" in str(one) for one in said), said
+
+
+@pytest.mark.parametrize("name", ["broadcast", "memory_budget", "encrypt"])
+def test_options_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
+    keys = Encryption(keys=SecretKey(bytes(range(32))))
+    options: dict[str, Any] = {"broadcast": True, "memory_budget": "1GB", "encrypt": keys}
+    root = HostTiers(tmp_path / "a", tmp_path / "remote")
+    with pytest.raises(errors.UsageError, match=name):
+        CheckpointManager(root, {"data": {"batches": 0}}, **{name: options[name]})
