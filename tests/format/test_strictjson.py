@@ -294,6 +294,7 @@ RACE = """
 import gc, sys, threading, time
 import msgspec
 from holdfast.format import strictjson
+from holdfast.ranks.coordinator import decode_message
 
 sys.setswitchinterval(1e-6)
 gc.set_threshold(1)
@@ -303,11 +304,12 @@ for _ in range(12):
     inner = msgspec.defstruct("Inner", [(name, list[int]) for name in names])
     outer = msgspec.defstruct("Outer", [(name, dict[str, inner]) for name in names])
     value = {name: {"x": {other: [1] for other in names}} for name in names}
+    text, message = msgspec.json.encode(value), msgspec.msgpack.encode(value)
     start = threading.Barrier(2)
 
     def work():
         start.wait(10)
-        strictjson.convert(value, outer, what="x")
+        WORK
 
     threads = [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:
@@ -318,7 +320,16 @@ for _ in range(12):
 
 
 @pytest.mark.full
-def test_two_threads_may_read_the_first_record_of_a_type_at_once() -> None:
+@pytest.mark.parametrize(
+    "work",
+    [
+        'strictjson.convert(value, outer, what="x")',
+        "strictjson.loads_as(text, outer, max_nbytes=len(text))",
+        'decode_message(message, outer, "x")',
+    ],
+)
+def test_two_threads_may_read_the_first_record_of_a_type_at_once(work: str) -> None:
     """msgspec describes a type at its first use; used half-made, it would crash the process."""
-    done = subprocess.run([sys.executable, "-c", RACE], timeout=120, check=False)
+    race = RACE.replace("WORK", work)
+    done = subprocess.run([sys.executable, "-c", race], timeout=120, check=False)
     assert done.returncode == 0

@@ -19,6 +19,7 @@ from holdfast.control.agreement import SaveStepAgreement, SignalAlarm
 from holdfast.control.save_requests import Request, Requests
 from holdfast.control.stop import Promote, Stop
 from holdfast.errors import RanksError, SaveSkipped, UsageError
+from holdfast.format.strictjson import describe_once
 from holdfast.policy.savers import Due
 from holdfast.policy.schedule import covers, together
 from holdfast.policy.triggers import Event
@@ -188,7 +189,8 @@ class DistributedEvents(ExternalEvents):
         data = self._agreed.count_call()
         events, asked = _check_events(event), _NO_REQUESTS
         if data is not None:
-            wish = msgspec.msgpack.decode(data, type=_SaveProposal)
+            with describe_once(_SaveProposal):
+                wish = msgspec.msgpack.decode(data, type=_SaveProposal)
             if wish.signal is not None and self._stop is not None:
                 self._stop.agree(wish.signal)
             if wish.is_demand:

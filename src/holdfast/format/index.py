@@ -34,6 +34,7 @@ _MAX_VERSION_LENGTH = 20
 _MAX_KINDS = 100
 # Hashes of shapes are predictable: with many more, collisions could slow a dict to quadratic time.
 _HEX = re.compile(r"[0-9a-f]*", re.ASCII)
+_RAW_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Shape = Annotated[tuple[Count, ...], Meta(max_length=MAX_DIMS)]
 _Kind = tuple[str, tuple[int, ...]]
@@ -453,10 +454,11 @@ def encode_document(document: object, *, what: str) -> bytes:
 def _check_unknown(text: bytes, kind: type[IndexDocument], *, what: str) -> None:
     """Check that unknown members are short before they are built, as small ones can grow large."""
     try:
-        raw = bytes(msgspec.json.decode(text, type=dict[str, msgspec.Raw]).get("holdfast", b""))
+        raw = bytes(_RAW_MEMBERS.decode(text).get("holdfast", b""))
         version = int(raw) if len(raw) < _MAX_VERSION_LENGTH else None
         strictjson.check_version({"holdfast": version}, what=what)
-        known = msgspec.json.encode(msgspec.json.decode(text, type=kind))
+        with strictjson.describe_once(kind):
+            known = msgspec.json.encode(msgspec.json.decode(text, type=kind))
         unknown = len(msgspec.json.format(text, indent=-1)) - len(known)
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
         raise FormatError(f"{what}: not an index: {error}") from error

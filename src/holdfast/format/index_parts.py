@@ -49,7 +49,7 @@ from holdfast.format.manifest import (
     FileEntry,
     check_block_nbytes,
 )
-from holdfast.format.strictjson import PARTS
+from holdfast.format.strictjson import PARTS, describe_once
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.store.base import Buffer
 
@@ -216,7 +216,8 @@ def open_index(
 def files_of_index(data: Buffer, *, what: str) -> tuple[str, ...]:
     """List the files of a checkpoint but its index, by that index alone."""
     try:
-        requires = msgspec.json.decode(bytes(data), type=_Requires).requires
+        with describe_once(_Requires):
+            requires = msgspec.json.decode(bytes(data), type=_Requires).requires
     except (msgspec.MsgspecError, ValueError, RecursionError):
         requires = []
     if PARTS not in requires:

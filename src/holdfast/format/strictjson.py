@@ -10,8 +10,8 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import msgspec
@@ -82,7 +82,8 @@ def loads_as(
     if sum(map(text.count, (b"[", b"{", b","))) >= max_values:
         return None
     try:
-        record = msgspec.json.decode(text, type=type_)
+        with describe_once(type_):
+            record = msgspec.json.decode(text, type=type_)
         return record if msgspec.json.encode(record) == text else None
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
         return None
@@ -110,19 +111,30 @@ def dumps(value: Any) -> bytes:
         raise UsageError(f"this cannot be written as JSON: {err}") from err
 
 
-_describing = threading.Lock()
-_described: set[type] = set()
+_describing = threading.RLock()
+_described: set[Hashable] = set()
+
+
+@contextmanager
+def describe_once(type_: Any) -> Iterator[None]:
+    """Let no other thread decode, while msgspec decodes a type for the first time.
+
+    It describes a type at its first use, and another thread that used the half-made description
+    would crash the process (msgspec 0.22).
+    """
+    if type_ in _described:
+        yield
+        return
+    with _describing:
+        yield
+        _described.add(type_)
 
 
 def convert(value: Any, type_: type[T], *, what: str) -> T:
     """Convert `value` to the record type `type_`; coerces nothing, ignores unknown members."""
     try:
-        # msgspec describes a type at its first use, and another thread that used the half-made
-        # description would crash the process.
-        with nullcontext() if type_ in _described else _describing:
-            found = msgspec.convert(value, type_)
-        _described.add(type_)
-        return found
+        with describe_once(type_):
+            return msgspec.convert(value, type_)
     except (msgspec.ValidationError, ValueError, OverflowError) as err:
         raise FormatError(f"{what}: {err}") from err
 

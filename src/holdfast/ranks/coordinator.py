@@ -18,6 +18,7 @@ import msgspec
 
 from holdfast.errors import FormatError, RanksFailed, RanksSilent, UsageError
 from holdfast.format.records import Process
+from holdfast.format.strictjson import describe_once
 
 T = TypeVar("T")
 
@@ -205,7 +206,8 @@ class Coordinator(ABC):
 def decode_message(message: bytes, kind: type[T], what: str) -> T:
     """Decode a message of another rank; a `FormatError` if the ranks run different releases."""
     try:
-        return msgspec.msgpack.decode(message, type=kind)
+        with describe_once(kind):
+            return msgspec.msgpack.decode(message, type=kind)
     except msgspec.DecodeError as error:
         raise FormatError(
             f"{what}: not a message of this release of Holdfast, which all ranks must run: {error}"

@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from holdfast.errors import Disconnected, FormatError, UsageError
+from holdfast.format.strictjson import describe_once
 from holdfast.ranks.coordinator import RankFailure
 
 PIECE_NBYTES = 256 * 1024
@@ -166,7 +167,8 @@ def _delete_pieces(store: GroupStore, name: str, head: bytes) -> None:
 
 def _decode(name: str, head: bytes) -> _Head:
     try:
-        return msgspec.msgpack.decode(head, type=_Head)
+        with describe_once(_Head):
+            return msgspec.msgpack.decode(head, type=_Head)
     except msgspec.DecodeError as error:
         raise FormatError(f"{name}: not a message of a rank: {error}") from error
 

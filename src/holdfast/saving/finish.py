@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import msgspec
 from typing_extensions import override
 
 from holdfast.errors import CorruptData, FormatError, HoldfastError, SealError
@@ -23,6 +22,7 @@ from holdfast.format.records import Alive
 from holdfast.ownership.claim import is_closed
 from holdfast.ownership.owner import Ownership
 from holdfast.ownership.process import liveness, this_process
+from holdfast.ranks.coordinator import decode_message
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import check_ownership, name_latest
 from holdfast.saving.compression import Compressing
@@ -203,7 +203,7 @@ class RecordedRanks(SaveParticipant):
         self._records = records
         self.world_size = len(records)
         parts = [record.part for record in records]
-        shares = [msgspec.msgpack.decode(part.share, type=Share) for part in parts]
+        shares = [decode_message(part.share, Share, "a staged share") for part in parts]
         forms = {
             share.form: decode_form(part.form, share.form)
             for share, part in zip(shares, parts, strict=True)

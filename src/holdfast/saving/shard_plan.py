@@ -22,6 +22,7 @@ from holdfast.format import index_parts
 from holdfast.format.boxes import key_of_box
 from holdfast.format.index import Places, TensorTable, fits_one_document
 from holdfast.format.layout import number_of_file, tensor_file
+from holdfast.format.strictjson import describe_once
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.ranks.coordinator import RankFailure
 from holdfast.staging.interfaces import KnownFile
@@ -74,7 +75,8 @@ def decode_form(message: bytes, digest: bytes) -> Form:
     try:
         data = zlib.decompress(message)
         if blake3(data).digest(_FORM_NBYTES) == digest:
-            return msgspec.msgpack.decode(data, type=Form)
+            with describe_once(Form):
+                return msgspec.msgpack.decode(data, type=Form)
     except (zlib.error, msgspec.DecodeError) as error:
         raise FormatError(f"leaves of a rank: not a message of a rank: {error}") from error
     raise FormatError("leaves of a rank: they have another digest than its share")

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from holdfast.errors import FormatError, HoldfastError, UnsupportedState, UsageError
+from holdfast.format import strictjson
 from holdfast.format.layout import RNG, check_component
 from holdfast.format.nodes import EnumValue, TensorRef
 from holdfast.format.objects import decode_beside, decode_tree, document
@@ -185,10 +186,7 @@ def items_of(component: str, tree: bytes, value: Any) -> tuple[dict[Item, Any], 
     if recorded is None:
         nodes = flatten(value, (), tensor=TensorRef, keeps_empty=True)
         return {_item(component, (component,), path, node): node for path, node in nodes}, True
-    try:
-        beside = msgspec.convert(recorded, _Beside)
-    except msgspec.ValidationError as error:
-        raise FormatError(f"{what}: `{_BESIDE}`: {error}") from error
+    beside = strictjson.convert(recorded, _Beside, what=f"{what}: `{_BESIDE}`")
     found: dict[Item, Any] = {}
     pickled = {*beside.pickled}
     for number, path in enumerate(beside.paths):
