@@ -51,7 +51,7 @@ MUTANTS = (
         name="plain-bytes-of-a-codec-not-compared",
         promise="D15: the digests of plain bytes are compared, too",
         place="decode_block",
-        before="    if verify and not _is_block(plain, file.digests, number):\n",
+        before="    if verify and not is_block(plain, file.digests, number):\n",
         after="    if verify and not plain.nbytes:\n",
         near=("tests/test_compression.py",),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -243,9 +244,12 @@ def test_too_many_files_are_refused_before_the_folder_exists(
 
 def test_a_second_save_of_a_step_is_the_first_if_nothing_has_changed() -> None:
     store = MemoryStore()
+    # The threads share their generators, from which those that make a model draw.
+    all_have_models = threading.Barrier(3)
 
     def work(member: Member) -> list[str]:
         with member.manager(store) as manager:
+            all_have_models.wait(60)
             return [manager.save(1).wait().folder for _ in range(2)]
 
     for first, second in all_of(on_ranks(3, work)):
