@@ -390,8 +390,7 @@ class _RanksSave(SaveParticipant):
                 warnings,
                 digests,
             )
-        share_type = self._together.share_type
-        self._own = share_type(captured, self._ranks.rank, socket.gethostname())
+        self._own = self._together.make_share(captured)
         return msgspec.structs.replace(
             self._own.share,
             step=self._step,
@@ -1284,7 +1283,6 @@ class DistributedSaves:
     """What the hosts have, if each has a disk."""
     copies: PartnerCopies | None = None
     """Exchange of second copies between hosts; None: there are none."""
-    share_type = OwnShare
     num_loads = 0
     _count = 0
     _is_due_known = _is_due = False
@@ -1335,6 +1333,10 @@ class DistributedSaves:
         """In the training thread: begin a save; all ranks begin their n-th at the same point."""
         kind = LeadingSave if self.ranks.is_leader else FollowingSave
         return kind(self, step, call)
+
+    def make_share(self, captured: Captured) -> OwnShare:
+        """Make the share of this rank in a save of new leaves or boxes."""
+        return OwnShare(captured, self.ranks.rank, socket.gethostname())
 
     def next_name(self) -> str:
         """Return the name of the next save, which all ranks count alike."""

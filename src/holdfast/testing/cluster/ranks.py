@@ -32,6 +32,8 @@ from holdfast.saving.distributed import DistributedSaves
 from holdfast.saving.links import Links
 from holdfast.saving.probe import ProbeResult
 from holdfast.saving.save import SaveRequest, Tools, write
+from holdfast.saving.shard_plan import OwnShare
+from holdfast.state.capture.capture import Captured
 from holdfast.store.base import Store
 from holdfast.testing.cluster.clock import Event
 from holdfast.testing.cluster.state import Cluster, ContentOf, VirtualShare, stage_part
@@ -70,7 +72,14 @@ class SameThread(Workers):
 class VirtualSaves(DistributedSaves):
     """Saves of a simulated rank."""
 
-    share_type = VirtualShare
+    share: VirtualShare | None = None
+    """Share to use in place of a new one."""
+
+    @override
+    def make_share(self, captured: Captured) -> OwnShare:
+        if self.share is None:
+            self.share = VirtualShare(captured, self.ranks.rank, "host")
+        return self.share
 
 
 class _Owner(Ownership):

@@ -24,7 +24,7 @@ from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, RankFailu
 from holdfast.store.base import BlockWriter, ObjectInfo
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.cluster.ranks import VirtualRank
-from holdfast.testing.cluster.state import Cluster
+from holdfast.testing.cluster.state import Cluster, VirtualShare
 
 _NUM_SAMPLED = 32
 """Followers that make the later save, and that are timed."""
@@ -208,6 +208,8 @@ class _Measurement:
         self._sampled = range(1, cluster.num_ranks, every)
         self._number = 1
         """Number of the save under way."""
+        self._shares: dict[int, VirtualShare] = {}
+        """Shares of all followers, which no run of a follower needs to make again."""
         self._rank_s: dict[int, float] = {}
         self._leader_s = self._since_s = self._plan_s = 0.0
         self._peak_nbytes = 0
@@ -247,7 +249,7 @@ class _Measurement:
         if outcome.outcome != "committed":
             raise RanksError(f"save {number} of the leader: {outcome.reason}")
         for rank in self._sampled:
-            if not self._run_follower(rank):
+            if not self._run_follower(rank, is_timed=True):
                 raise RanksError(f"save {number} of rank {rank} waits after the outcome")
         times = [self._rank_s[rank] for rank in self._sampled]
         nbytes = self._store.nbytes_by_rank(outcome.folder)
@@ -264,10 +266,12 @@ class _Measurement:
             index_nbytes=self._store.count_index_nbytes(outcome.folder),
         )
 
-    def _run_follower(self, rank: int) -> bool:
+    def _run_follower(self, rank: int, *, is_timed: bool = False) -> bool:
         """Run a follower from its start; return whether it has ended the save."""
         follower = self._make_rank(rank)
         self._store.writer = rank
+        if not is_timed:
+            follower.saves.share = self._shares.get(rank)
         try:
             follower.resume(collects=False)
             for number in range(1, self._number + 1):
@@ -280,6 +284,9 @@ class _Measurement:
             return False
         finally:
             self._store.writer = LEADER
+            if follower.saves.share is not None:
+                follower.saves.share.drop_part()
+                self._shares[rank] = follower.saves.share
         return True
 
     def _repeat_posts(self, tag: str) -> None:

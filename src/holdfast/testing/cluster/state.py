@@ -91,6 +91,16 @@ class Cluster:
         return tuple(found)
 
     @cached_property
+    def shared_rows(self) -> dict[int, list[tuple[str, str, int]]]:
+        """Component, key and number of each box of a rank, by the number of boxes."""
+        return {}
+
+    @cached_property
+    def sharded_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of each sharded box, by key."""
+        return {spec.key: spec.shape for spec in self.specs if spec.shape}
+
+    @cached_property
     def tree(self) -> bytes:
         """Tree of the model, the same on all ranks."""
         nodes = {spec.key: spec.nbytes for spec in self.specs}
@@ -159,7 +169,11 @@ class _Shards(Mapping[str, LocalShards]):
     def __init__(self, layout: Cluster, shard: int) -> None:
         self._layout = layout
         self._shard = shard
-        self._sizes = {spec.key: spec.shape for spec in layout.specs if spec.shape}
+        self._sizes = layout.sharded_shapes
+
+    @override
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self._sizes else default
 
     @override
     def __getitem__(self, key: str) -> LocalShards:
@@ -188,6 +202,13 @@ class VirtualShare(OwnShare):
     def __init__(self, captured: Captured, rank: int, host: str) -> None:
         layout: Cluster = captured.state[MODEL]
         super().__init__(captured, rank, f"{host}-{rank // layout.ranks_per_host}")
+        # The same on all ranks: one list saves gigabytes where thousands of shares are kept.
+        self._rows = layout.shared_rows.setdefault(len(self._rows), self._rows)
+
+    def drop_part(self) -> None:
+        """Free what follows from the part of this rank in a plan, which is made again if needed."""
+        self._part, self._picks = None, {}
+        self.num_saves = 0
 
     @override
     def read_samples(self, captured: Captured, rows: Sequence[int], turn: int) -> Samples:
