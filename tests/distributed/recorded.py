@@ -1,7 +1,8 @@
 """A training on several ranks that records which samples each step had.
 
-Words: the root; `manager`, for a loop with a `CheckpointManager`, or `trainer`; `ddp` or `fsdp2`;
-the number of steps; and the number of the first life that this launch of the run has.
+Words: the root; `manager`, for a loop with a `CheckpointManager`, `hosts`, for the same with a disk
+for each two ranks, or `trainer`; `ddp` or `fsdp2`; the number of steps; and the number of the first
+life that this launch of the run has.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from holdfast import CheckpointManager, Checkpoints, Last
+from holdfast import CheckpointManager, Checkpoints, HostTiers, Last
 from holdfast.data import Loader
 from holdfast.train import Trainer, Validation
 
@@ -52,8 +53,25 @@ def recorder(root: Path, life: int) -> Callable[[int, Tensor], None]:
     return record
 
 
+def tiers_of_hosts(root: Path) -> HostTiers:
+    """Give each two ranks a disk of their own, with copies on the next one's."""
+    host = root / f"host-{dist.get_rank() // 2}"
+    return HostTiers(host, root / "remote", partner=True, keep_remote="last:2")
+
+
 def train_by_hand(root: Path, strategy: str, num_steps: int, life: int) -> list[Tensor]:
     """Train with a manager; return the parameters, whole."""
+    return _train(root, root, strategy, num_steps, life)
+
+
+def train_on_hosts(root: Path, strategy: str, num_steps: int, life: int) -> list[Tensor]:
+    """Train with a manager that saves to disks of hosts; return the parameters, whole."""
+    return _train(tiers_of_hosts(root), root, strategy, num_steps, life)
+
+
+def _train(
+    checkpoints: Path | HostTiers, root: Path, strategy: str, num_steps: int, life: int
+) -> list[Tensor]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     record = recorder(root, life)
     torch.manual_seed(0)  # the same first weights on every rank
@@ -66,7 +84,7 @@ def train_by_hand(root: Path, strategy: str, num_steps: int, life: int) -> list[
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = Loader(words(), batch_size=GLOBAL_BATCH // world_size, shuffle=True)
     state = {"model": model, "optimizer": optimizer, "data": data}
-    with CheckpointManager(root, state, every="10step", keep="last:2") as manager:
+    with CheckpointManager(checkpoints, state, every="10step", keep="last:2") as manager:
         found = manager.resume()
         step = found.step if found else 0
         while step < num_steps:
@@ -115,12 +133,12 @@ def whole(tensor: Tensor) -> Tensor:
 
 if __name__ == "__main__":
     place, way, kind, steps, number = sys.argv[1:]
-    if way == "manager":
+    if way != "trainer":
         dist.init_process_group("gloo")
-    train = train_by_hand if way == "manager" else train_by_trainer
+    train = {"manager": train_by_hand, "hosts": train_on_hosts, "trainer": train_by_trainer}[way]
     life = int(number) + int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     trained = train(Path(place), kind, int(steps), life)
     if os.environ["RANK"] == "0":
         torch.save(trained, Path(place) / "trained.pt")
-    if way == "manager":
+    if way != "trainer":
         dist.destroy_process_group()

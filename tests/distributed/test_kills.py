@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -107,6 +108,12 @@ class Run:
                 are_there = True
         return are_there
 
+    def lose_disk(self, draw: random.Random) -> None:
+        """Empty the disk of one host, one time in four."""
+        hosts = sorted(self._training.root.glob("host-*"))
+        if hosts and draw.random() < 0.25:
+            shutil.rmtree(draw.choice(hosts), ignore_errors=True)
+
 
 @contextmanager
 def running(
@@ -138,6 +145,7 @@ def is_killed(run: Run, draw: random.Random) -> bool:
         run.wait_for_step(draw.randint(1, NUM_STEPS // 2))
         time.sleep(draw.uniform(0, 0.02))
     were_there = run.kill(draw)
+    run.lose_disk(draw)
     if not run.begins():
         return False
     assert were_there, f"ranks have failed that nobody killed: {run.said}"
@@ -159,6 +167,30 @@ def test_kills_of_one_or_all_ranks_lose_nothing(
 ) -> None:
     """A run that has come to its end between kills is compared, and another one is begun."""
     whole = Training(way, strategy, tmp_path / "whole")
+    run_to_the_end(num_ranks, whole)
+    draw = random.Random(num_kills)
+    num_killed = num_runs = 0
+    while num_killed < num_kills:
+        killed, num_runs = whole.at(f"killed-{num_runs}"), num_runs + 1
+        with running(num_ranks, killed, max_restarts=num_kills) as run:
+            while num_killed < num_kills and is_killed(run, draw):
+                num_killed += 1
+            assert run.ends(), run.said
+        expect_same(killed, whole)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_kills"),
+    [
+        pytest.param(4, 4, marks=pytest.mark.full),
+        pytest.param(8, 50, marks=[pytest.mark.long, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_kills_and_lost_disks_of_hosts_lose_nothing(
+    num_ranks: int, num_kills: int, tmp_path: Path
+) -> None:
+    """Two ranks a host; after some kills the disk of one host is empty, and its copies are used."""
+    whole = Training("hosts", "fsdp2", tmp_path / "whole")
     run_to_the_end(num_ranks, whole)
     draw = random.Random(num_kills)
     num_killed = num_runs = 0
