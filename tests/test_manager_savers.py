@@ -457,7 +457,7 @@ def test_memory_that_was_not_to_be_had_is_asked_for_again(
         assert manager.save(3).wait().step == 3
 
 
-def _no_memory(nbytes: int) -> None:
+def _no_memory(nbytes: int, pages: object = None) -> None:
     raise OutOfMemory(f"{nbytes} bytes")
 
 

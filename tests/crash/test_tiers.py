@@ -16,7 +16,7 @@ from holdfast.encryption.store import sealing
 from holdfast.keys import Encryption, SecretKey
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import Last
-from holdfast.replication import mirror
+from holdfast.replication import upload_thread
 from holdfast.replication import upload as upload_module
 from holdfast.root.catalog import Catalog
 from holdfast.root.upload_records import Ledger
@@ -103,7 +103,7 @@ def worlds(
     request: pytest.FixtureRequest, ram_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Worlds:
     """New worlds, with either kind of remote tier."""
-    monkeypatch.setattr(mirror, "BACKOFF_S", 0.0001)
+    monkeypatch.setattr(upload_thread, "BACKOFF_S", 0.0001)
 
     def make(number: int, size: int = SMALL, encrypt: Encryption | None = None) -> World:
         is_folder = request.param == "folder"

@@ -23,12 +23,12 @@ from holdfast.format import layout
 from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, RankFailure, Watch
 from holdfast.store.base import BlockWriter, ObjectInfo
 from holdfast.store.memory import MemoryStore
+from holdfast.system import PROC, peak_nbytes, resident_nbytes
 from holdfast.testing.cluster.ranks import VirtualRank
 from holdfast.testing.cluster.state import Cluster, VirtualShare
 
 _NUM_SAMPLED = 32
 """Followers that make the later save, and that are timed."""
-_PROCESS = Path("/proc/self")
 _TIMEOUT_S = 1e6
 
 
@@ -202,7 +202,7 @@ class _Measurement:
         self._cluster = cluster
         self._board = _Board(cluster.num_ranks)
         self._store = _LengthStore()
-        self._base_nbytes = _resident_nbytes("VmRSS")
+        self._base_nbytes = resident_nbytes() or 0
         self._leader = self._make_rank(LEADER)
         every = max(cluster.num_ranks // _NUM_SAMPLED, 1)
         self._sampled = range(1, cluster.num_ranks, every)
@@ -305,19 +305,10 @@ class _Measurement:
 
     def _pause_leader(self) -> None:
         self._leader_s += time.process_time() - self._since_s
-        self._peak_nbytes = max(self._peak_nbytes, _resident_nbytes("VmHWM"))
+        self._peak_nbytes = max(self._peak_nbytes, peak_nbytes() or 0)
 
     def _continue_leader(self) -> None:
         # From here on the system notes the peak anew: what followers took does not count.
         with suppress(OSError):
-            (_PROCESS / "clear_refs").write_text("5")
+            Path(PROC, "self", "clear_refs").write_text("5")
         self._since_s = time.process_time()
-
-
-def _resident_nbytes(name: str) -> int:
-    """Return the memory of this process, now or at its peak; 0 if the system does not tell."""
-    try:
-        lines = (_PROCESS / "status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(name)), 0)
