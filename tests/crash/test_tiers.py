@@ -16,8 +16,8 @@ from holdfast.encryption.store import sealing
 from holdfast.keys import Encryption, SecretKey
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import Last
-from holdfast.replication import upload_thread
 from holdfast.replication import upload as upload_module
+from holdfast.replication import upload_thread
 from holdfast.root.catalog import Catalog
 from holdfast.root.upload_records import Ledger
 from holdfast.store.base import Store

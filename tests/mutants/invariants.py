@@ -216,6 +216,14 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        name="simulator-accepts-a-commit-without-its-files",
+        promise="I2: a simulated commit whose files are missing is noticed",
+        place="_Run._check_files",
+        before='self._report(f"{folder}/{name} is in the manifest, and is missing")',
+        after="pass",
+        near=("tests/testing/test_cluster.py",),
+    ),
+    Mutant(
         name="equivalence-check-misses-new-leaves",
         promise="I7: the shipped check finds every difference after a resume",
         place="_check_leaves",

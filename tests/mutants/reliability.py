@@ -403,17 +403,6 @@ MUTANTS = (
         near=("tests/encryption/test_ranks.py",),
     ),
     Mutant(
-        name="segment-sealed-twice",
-        promise="R33: no key meets a nonce twice",
-        place="FileCipher.seal",
-        before="if rest or number in self._tags or number >= MAX_SEGMENTS - 1:",
-        after="if rest or number >= MAX_SEGMENTS - 1:",
-        near=(
-            "tests/format/test_segments.py",
-            "tests/encryption/test_store.py",
-        ),
-    ),
-    Mutant(
         name="segments-with-one-nonce",
         promise="R33: each segment has a nonce of its own",
         place="_nonce",
@@ -472,17 +461,6 @@ MUTANTS = (
         before="return nullcontext() if is_last else self._wrapped.no_sync()\n",
         after="return nullcontext()\n",
         near=("tests/train/parallel/test_ranks.py",),
-    ),
-    Mutant(
-        name="kinds-of-components-not-compared",
-        promise="R38: ranks that save other kinds of components are told so",
-        place="Plan._check_components",
-        before="(form.components, form.kinds) != ours",
-        after="form.components != ours[0]",
-        near=(
-            "tests/state/test_joining.py",
-            "tests/saving/test_joined_trees.py",
-        ),
     ),
     Mutant(
         name="per-rank-of-the-first-for-all",
