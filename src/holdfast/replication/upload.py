@@ -68,7 +68,7 @@ T = TypeVar("T")
 PiecesOfFile: TypeAlias = Callable[[str], tuple[FilePiece, ...]]
 """Function that maps a file's name to its pieces."""
 
-COPIES_QUIET_S = 300.0
+COPIES_QUIET_S = 30.0
 """How long no file of another host may arrive before copies of its files are sent from here."""
 HOSTS_QUIET_S = 600.0
 """How long no file of another host may arrive before the upload of a checkpoint has failed."""
