@@ -104,7 +104,7 @@ def map_reserved(fd: int, nbytes: int) -> mmap.mmap:
     """Reserve the memory of a file in shared memory, and map it. Not on macOS and Windows."""
     try:
         # A write to a page that the kernel cannot provide would kill the process.
-        os.posix_fallocate(fd, 0, nbytes)
+        os.posix_fallocate(fd, 0, nbytes)  # type: ignore[attr-defined, unused-ignore]
         return mmap.mmap(fd, nbytes)
     except (OSError, OverflowError) as error:
         raise OutOfMemory(f"{nbytes} bytes of shared memory cannot be reserved: {error}") from error
