@@ -239,6 +239,19 @@ def test_a_large_group_has_one_connection_for_each_host(monkeypatch: pytest.Monk
     del kept
 
 
+def test_a_forked_child_closes_its_copies_also_beside_connections_that_ended_before() -> None:
+    former = [pair(store) for store in [new_server()] for _ in range(4)]
+    ended = [connected(rank) for ranks in former for rank in ranks]
+    for connections in ended:
+        connections.stop_watching()
+    until(lambda: all(one._selector.get_map() is None for one in ended))
+    now = pair(new_server())
+    copies = [connected(rank)._connected[1 - rank.rank].fileno() for rank in now]
+    if (child := os.fork()) == 0:
+        os._exit(sum(Path(f"/proc/self/fd/{copy}").exists() for copy in copies))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def num_threads() -> int:
     return sum(thread.name == "holdfast-liveness" for thread in threading.enumerate())
 

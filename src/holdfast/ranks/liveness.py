@@ -136,7 +136,8 @@ class RankConnections(ABC):
     def close_sockets(self) -> None:
         """Close all that this process has of the connections."""
         self._stopping.close()
-        for key in [*self._selector.get_map().values()]:
+        # A closed selector has no map: a fork also closes connections that ended before.
+        for key in [*(self._selector.get_map() or {}).values()]:
             _socket_of(key).close()
         self._selector.close()
 
