@@ -34,7 +34,7 @@ from holdfast.format.index_parts import (
     open_index,
 )
 from holdfast.format.manifest import FileEntry
-from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
+from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorSpec
 
 ROOT, FIRST, SECOND = "index.json", "index-0001.json", "index-0002.json"
 FILE, ODD = "model-00000.safetensors", "other-00000.safetensors"
@@ -351,6 +351,16 @@ def test_a_short_root_cannot_describe_boxes_without_number(monkeypatch: pytest.M
     monkeypatch.setattr(index_parts, "MAX_ALL_BOXES", 16)
     with pytest.raises(LimitExceeded, match="17 boxes"):
         read_all({})
+
+
+def test_a_grid_has_no_more_cuts_than_a_tensor_has_dimensions() -> None:
+    """R29: the product of their lengths takes quadratic time; 400,000 cuts took a minute."""
+    root = sample(ROOT)
+    root["grids"].append({"cuts": [1] * MAX_DIMS, "files": [0]})
+    read_all({ROOT: root})
+    root["grids"][-1]["cuts"].append(1)
+    with pytest.raises(FormatError, match="grids"):
+        read_all({ROOT: root})
 
 
 def test_sums_beyond_64_bits_are_no_way_around_the_check_of_lengths() -> None:

@@ -81,8 +81,8 @@ ReadDocument: TypeAlias = Callable[[str], Buffer]
 class _Grid(msgspec.Struct):
     """Distinct boxes and files of a tensor."""
 
-    cuts: list[Count]
-    """Number of the cut of each dimension."""
+    cuts: Shape
+    """Number of the cut of each dimension; limited, as their product is computed."""
     files: list[Count]
     """Number of the file of each box, the boxes in row-major order."""
 
@@ -764,7 +764,7 @@ class _GridMaker:
             key = (cuts, file.tobytes())
             if key not in self._known_grids:
                 self._known_grids[key] = len(self.grids)
-                self.grids.append(_Grid([*cuts], file.tolist()))
+                self.grids.append(_Grid(cuts, file.tolist()))
             numbers.append(self._known_grids[key])
         return numbers, order
 
