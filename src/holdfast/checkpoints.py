@@ -178,7 +178,7 @@ class Checkpoints:
             raise UsageError("HostTiers does not support encrypt=. Use Tiered with shared storage")
         if self.memory_budget is not None or self.broadcast:
             name = "broadcast=True" if self.broadcast else "memory_budget"
-            raise UsageError(f"{name}: not with HostTiers, whose loads share blocks, in new memory")
+            raise UsageError(f"omit {name}: loads with HostTiers exchange blocks, in new memory")
 
     def check_components(self, components: Collection[str]) -> None:
         """Raise `UsageError` unless the components that the options name are among `components`.

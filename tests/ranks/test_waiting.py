@@ -102,7 +102,7 @@ def test_a_meeting_with_broadcast_names_the_rank_that_is_late(late: int) -> None
     text = next(text for text in heard.texts if "broadcast=True" in text)
     assert f"rank {late}" in text
     assert "py-spy" in text
-    tag = f"meeting {ranks[late].number()} of all ranks with broadcast=True"
+    tag = f"meeting {ranks[late].number()} for HostTiers or broadcast=True"
     ranks[late].fail(tag, RankFailure("meeting", "not here"), timeout_s=PATIENCE_S)
     assert isinstance(waits.exception(PATIENCE_S), RanksFailed)
 

@@ -240,7 +240,7 @@ def _row(one: Listed, manifest: Manifest, document: Ls) -> tuple[str, ...]:
     lost = one.missing
     marks = [
         *([f"{len(lost)} files missing or cut: {lost[0]}"] if lost else []),
-        *([f"{sum(one.elsewhere.values())} files on other hosts"] if one.elsewhere else []),
+        *([f"files on other hosts: {sum(one.elsewhere.values())}"] if one.elsewhere else []),
         *(name for name, is_set in flags if is_set),
         *origin_marks(manifest),
         *one.codecs,

@@ -323,10 +323,9 @@ class HostRecords:
         wrote = {n: host for host, of_host in entry.manifest.hosts.items() for n in of_host}
         lines = [f"{name}, written by {wrote.get(name, 'the leader')}" for name in lost]
         raise LostHost(
-            f"{folder}: {len(lost)} of its files are on no disk of the hosts that take part "
-            f"({some_of(self.hosts.names)}), and the checkpoint {why} in "
-            f"{remote.store.url}. Start the run with the lost host's disk to use it:\n"
-            + listing(lines)
+            f"{folder}: no host of this run ({some_of(self.hosts.names)}) has {len(lost)} of its "
+            f"files, and the checkpoint {why} in {remote.store.url}. To use it, start the run "
+            "with the disk of the host that wrote them:\n" + listing(lines)
         )
 
     def _documents(

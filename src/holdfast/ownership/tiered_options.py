@@ -193,12 +193,12 @@ class HostTiers(Tiered):
 
     @check_arguments(but=("options",))
     def __init__(self, local: Root, remote: Root, *, partner: bool = False, **options: Any) -> None:
-        Tiered.__init__(self, local, remote, **options)
         if _is_remote(local):
             raise UsageError(
                 f"HostTiers: local={local!r} is not a path on a host's disk; all hosts see it: use "
                 "Tiered"
             )
+        Tiered.__init__(self, local, remote, **options)
         object.__setattr__(self, "partner", partner)
 
 

@@ -254,7 +254,7 @@ class C10d(Coordinator):
         if not self._is_default:
             return super().exchange(timeout_s=timeout_s)
         # A rank that does not make its part would let torch wait until the timeout of the group.
-        self._wait_for_ranks(f"meeting {self.number()} of all ranks with broadcast=True", _MEET_S)
+        self._wait_for_ranks(f"meeting {self.number()} for HostTiers or broadcast=True", _MEET_S)
         return GroupExchange(timeout_s=timeout_s)
 
     def _wait_for_ranks(self, tag: str, timeout_s: float) -> None:

@@ -108,8 +108,8 @@ def expect_one_root(store: Store) -> None:
     if any({*entry.manifest.hosts} - {tiers.host} for entry in Catalog(store).checkpoints()):
         raise UsageError(
             f"{store.url}: nothing was deleted. This is the disk of {tiers.host}, and other hosts "
-            "have the rest of its checkpoints. The run deletes on all hosts by keep_local=; or "
-            f"delete in {tiers.remote}"
+            "have the rest of its checkpoints. Pass keep_local= to the run, which deletes on all "
+            f"hosts, or delete in {tiers.remote}"
         )
 
 

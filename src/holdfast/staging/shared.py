@@ -235,7 +235,7 @@ class SharedFolder:
             used = sum(path.stat().st_size for path in self.path.glob(f"*/*{_ARENA}"))
             if used + file.nbytes > budget:
                 raise OutOfMemory(
-                    f"{used + file.nbytes:,} bytes are needed, of {budget:,} (--memory)"
+                    f"at least {used + file.nbytes:,} bytes are needed, more than its {budget:,}"
                 )
             with (folder.path / f"{file.name}{_ARENA}").open("xb") as arena:
                 arena.truncate(max(file.nbytes, 1))
