@@ -125,7 +125,10 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
             "script_warnings",
             "settings_history",
         ),
-        ("partner_copies",),
+        (
+            "partner_copies",
+            "save_messages",
+        ),
         (
             "distributed",
             "write_files",

@@ -1,4 +1,4 @@
-"""Saves by all ranks of a run: the messages of one save, and its outcome (decision 0035).
+"""Saves by all ranks of a run: their plan, their files and their outcome (decision 0035).
 
 The leader plans, makes the folder and commits; the register decides where a rank is silent.
 """
@@ -10,14 +10,13 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from blake3 import blake3
 from torch import nn
 from typing_extensions import override
 
-from holdfast.encryption.store import WrittenSeal
 from holdfast.errors import (
     DeadlineExceeded,
     Disconnected,
@@ -34,10 +33,7 @@ from holdfast.errors import (
     some_of,
 )
 from holdfast.format import blocks, layout
-from holdfast.format.codec import CodecName
-from holdfast.format.index import StoredBlocks
-from holdfast.format.manifest import Aborted, FileEntry, Manifest, decode_register
-from holdfast.ownership.claim import Claim
+from holdfast.format.manifest import Aborted, Manifest, decode_register
 from holdfast.ownership.owner import Ownership
 from holdfast.ownership.tiered import claim_document
 from holdfast.ranks.coordinator import (
@@ -60,6 +56,28 @@ from holdfast.root.commit import (
 )
 from holdfast.saving.participants import Gathered, OwnFile, OwnPart, SaveParticipant
 from holdfast.saving.probe import ProbeNote, ProbeResult, SaveSize
+from holdfast.saving.save_messages import (
+    NAMES_NBYTES,
+    WARNING_NBYTES,
+    CopiedPost,
+    DigestsPost,
+    FileNote,
+    FilesPost,
+    FolderNote,
+    HostsNote,
+    LeaderNote,
+    OutcomeNote,
+    PartNote,
+    PlanNote,
+    QuestionNote,
+    RankAnswer,
+    RankComparison,
+    RankQuestion,
+    Verdict,
+    WaitNote,
+    digest_records,
+    digest_warning,
+)
 from holdfast.saving.shard_plan import (
     Difference,
     Form,
@@ -93,8 +111,6 @@ _NUM_EXPLAINED = 10
 """Most tensors whose differing values are collected for an error."""
 _MOST_TOLD = 10
 """Most ranks that are asked in a save for what they record, or for warnings of their scripts."""
-_NAMES_NBYTES = 4
-_WARNING_NBYTES = 8
 
 _CALL = ("save_class", "epoch", "cycle", "samples", "tokens", "tags")
 """Arguments of a save, besides step, components and tags, that must be equal on all ranks."""
@@ -114,155 +130,6 @@ _EQUAL_ADVICE = (
     "pipeline stages and experts, need names of their own. Replicas must be kept equal, as DDP "
     "does. Or mark the component as holdfast.PerRank, and each rank saves its own"
 )
-
-
-class _PartNote(msgspec.Struct, frozen=True, tag="part"):
-    """Message for one rank: its part of a new plan."""
-
-    plan_id: str
-    part: Part
-    is_compared: bool
-    """Whether all ranks post digests of their classes of boxes."""
-
-
-class _DigestsPost(msgspec.Struct, frozen=True, array_like=True):
-    """Post of one rank: the digests of its classes, empty if it has not sampled them."""
-
-    digests: bytes
-
-
-class _PlanNote(msgspec.Struct, frozen=True, tag="plan"):
-    """Announcement of the plan by which a save is written."""
-
-    plan_id: str
-    """That of the parts of this save, or of the save before with the same components."""
-    claim: Claim
-    compares: bool
-    """Whether all ranks know the same checkpoint of this step, with which the save is compared."""
-
-
-class _WaitNote(msgspec.Struct, frozen=True, tag="wait"):
-    """Announcement: the leader waits for uploads, at most as long as for a save."""
-
-
-class _HostsNote(msgspec.Struct, frozen=True, tag="hosts"):
-    """Announcement: all ranks find out which of them share a disk, and what each host has."""
-
-
-class _Question(msgspec.Struct, frozen=True, array_like=True):
-    """Parts of an answer that the leader asks one rank for."""
-
-    form: bool = False
-    recorded: bool = False
-    warnings: bool = False
-    classes: tuple[int, ...] = ()
-    """Numbers of its classes of boxes: the digests of these boxes."""
-    rows: tuple[int, ...] = ()
-    """Numbers of its boxes: their values."""
-
-
-class _QuestionNote(msgspec.Struct, frozen=True, tag="question"):
-    """Announcement: some ranks are asked, and all answer, the others with nothing."""
-
-    asked: dict[int, _Question]
-
-
-class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Post of one rank: what it was asked for."""
-
-    form: bytes = b""
-    recorded: dict[str, str] = {}
-    """Metrics and settings, as text."""
-    warnings: tuple[str, ...] = ()
-    digests: dict[int, bytes] = {}
-    samples: tuple[bytes, ...] = ()
-    synchronized: tuple[bool, ...] = ()
-    """Whether each is a buffer that DDP copies from rank 0 in the next forward pass."""
-
-
-class _FolderNote(msgspec.Struct, frozen=True):
-    """Announcement of the folder of a save."""
-
-    folder: str
-    save_id: str
-    trees: dict[str, bytes]
-    """Digest of the leader's tree of each component."""
-    claim: bytes
-    """The leader's claim, for other hosts' disks; empty: all ranks share one."""
-
-
-class _OutcomeNote(msgspec.Struct, frozen=True):
-    """Announcement that the manifest was put, or that this is in doubt."""
-
-    doubt: RankFailure | None
-    """Why the leader does not know. The register tells."""
-    documents: dict[str, bytes] = {}
-    """Trees, index and manifest, for other hosts' disks."""
-
-
-class _CopiedPost(msgspec.Struct, frozen=True):
-    """Post of one rank: its host has these documents, or why not."""
-
-    problem: str = ""
-
-
-class _Comparison(msgspec.Struct, frozen=True):
-    """How the state of one rank compares with the checkpoint of the same step."""
-
-    is_same: bool
-    """Whether the tensor files that the rank would write are in it."""
-    files: int
-    digests: dict[str, str]
-    """Digest of the tree of each component that is the same on all ranks."""
-    trees: dict[str, bytes]
-    """Trees of the components of which each rank has its own, and those that the checkpoint has
-    not as they are: it may have them joined."""
-
-
-class _Verdict(msgspec.Struct, frozen=True):
-    is_unchanged: bool
-
-
-class _FileNote(msgspec.Struct, frozen=True, array_like=True):
-    """What does not follow from the plan of a file that one rank has written."""
-
-    nbytes: int
-    digests: bytes
-    codec: CodecName | None
-    stored: StoredBlocks | None
-    sealed: WrittenSeal | None
-
-    @classmethod
-    def of(cls, file: OwnFile) -> _FileNote:
-        """Shorten the record of a file."""
-        stored = file.entry.stored
-        codec = None if stored is None else stored.codec
-        return cls(file.entry.nbytes, file.digests, codec, file.stored, file.sealed)
-
-    def expand(self, plain: str) -> OwnFile:
-        """Make the record of the file, from its plain name."""
-        name, stored = plain, None
-        if self.codec is not None and self.stored is not None:
-            name, stored = layout.stored_file(plain, self.codec), self.stored.entry(self.codec)
-        digest = blocks.file_digest(self.nbytes, self.digests)
-        return OwnFile(
-            plain=plain,
-            name=name,
-            entry=FileEntry(nbytes=self.nbytes, digest=digest, stored=stored),
-            digests=self.digests,
-            stored=self.stored,
-            sealed=self.sealed,
-        )
-
-
-class _FilesPost(msgspec.Struct, frozen=True, array_like=True):
-    """Post of one rank: the files that it has written, in the order of the plan."""
-
-    files: tuple[_FileNote, ...]
-    layout: bytes
-    """Digest of the places of its boxes."""
-    trees: dict[str, bytes]
-    """Trees that differ from the leader's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,8 +238,8 @@ class _RanksSave(SaveParticipant):
     def _make_share(self, captured: Captured) -> Share | Unchanged:
         """Return this rank's share, or that it has not changed; sets what is known of it."""
         self._components, self._state = tuple(captured.components), captured.state
-        recorded = _digest_records(self._recorded)
-        warnings = b"".join(map(_digest_warning, self._warnings))
+        recorded = digest_records(self._recorded)
+        warnings = b"".join(map(digest_warning, self._warnings))
         known = self._together.known.get(self._components)
         if known is not None and known.own.is_that_of(captured):
             self._own, self._part = known.own, known.part
@@ -400,26 +267,26 @@ class _RanksSave(SaveParticipant):
             warnings=warnings,
         )
 
-    def _digests_post(self, captured: Captured | None) -> _DigestsPost:
+    def _digests_post(self, captured: Captured | None) -> DigestsPost:
         if captured is None or self._part is None:
-            return _DigestsPost(b"")
-        return _DigestsPost(self._digest_classes(captured, self._part))
+            return DigestsPost(b"")
+        return DigestsPost(self._digest_classes(captured, self._part))
 
     def _digest_classes(self, captured: Captured, part: Part) -> bytes:
         """Sample the boxes that other ranks hold, too; return a digest of each class."""
         self._samples = self._own.sample(captured, part, self._turn)
         return self._samples.digest_classes()
 
-    def _answer(self, question: _Question | None) -> _Answer:
+    def _answer(self, question: RankQuestion | None) -> RankAnswer:
         """Answer what the leader asks this rank for; None: nothing."""
         if question is None:
-            return _Answer()
+            return RankAnswer()
         samples, rows = self._samples, question.rows
         names: list[str] = []
         if rows:
             modules = [value for value in self._state.values() if isinstance(value, nn.Module)]
             names = synchronized_names(modules)
-        return _Answer(
+        return RankAnswer(
             form=self._own.form if question.form else b"",
             recorded=self._recorded if question.recorded else {},
             warnings=self._warnings if question.warnings else (),
@@ -445,7 +312,7 @@ class _RanksSave(SaveParticipant):
 
     def _files_post(
         self, files: Sequence[OwnFile], staged: Staged, trees: Mapping[str, bytes]
-    ) -> _FilesPost:
+    ) -> FilesPost:
         by_name = {file.plain: file for file in files}
         assert self._part is not None, "the plan is known"
         planned = list_files(self._components, self._part.files)
@@ -454,8 +321,8 @@ class _RanksSave(SaveParticipant):
                 f"rank {self.rank}: tensor files planned: {some_of(planned)}; written: "
                 f"{some_of([*by_name])}"
             )
-        return _FilesPost(
-            files=tuple(_FileNote.of(by_name[plain]) for plain in planned),
+        return FilesPost(
+            files=tuple(FileNote.of(by_name[plain]) for plain in planned),
             layout=self._own.digest_layout(staged.files),
             trees=dict(trees),
         )
@@ -467,26 +334,6 @@ class _RanksSave(SaveParticipant):
     @override
     def begin_to_compare(self) -> None:
         self._said = "comparison"
-
-    def _comparison(
-        self, staged: Staged, roots: Mapping[str, str], recorded: Mapping[str, str]
-    ) -> _Comparison:
-        own = [known.file.name for known in staged.all_files]
-        return _Comparison(
-            is_same=all(recorded.get(name) == roots[name] for name in own),
-            files=len(own),
-            digests={
-                name: roots[layout.tree_file(name)]
-                for name in staged.kinds
-                if name not in staged.by_rank
-            },
-            trees={
-                name: tree
-                for name, tree in staged.trees.items()
-                if name in staged.by_rank
-                or recorded.get(layout.tree_file(name)) != roots[layout.tree_file(name)]
-            },
-        )
 
     @override
     def describe_part(self, staged: Staged) -> OwnPart:
@@ -561,7 +408,7 @@ class LeadingSave(_RanksSave):
 
     @override
     def announce_wait(self) -> None:
-        self._announce_note(_WaitNote())
+        self._announce_note(WaitNote())
 
     @override
     def propose(self, captured: Captured) -> None:
@@ -576,7 +423,7 @@ class LeadingSave(_RanksSave):
         """Learn, before the first save, what each host has."""
         records = self._together.records
         if records is not None and records.found is None:
-            self._announce_note(_HostsNote())
+            self._announce_note(HostsNote())
             records.lead()
         if self._together.copies is not None and self._hosts is None and self._turn == 1:
             self._together.warn(
@@ -617,9 +464,9 @@ class LeadingSave(_RanksSave):
     def matches_checkpoint(
         self, staged: Staged, roots: Mapping[str, str], recorded: Mapping[str, str]
     ) -> bool:
-        own = self._comparison(staged, roots, recorded)
+        own = RankComparison.of(staged, roots, recorded)
         self._post("comparison", own)
-        found: list[_Comparison] = self._collect_posts("comparison", _Comparison)
+        found: list[RankComparison] = self._collect_posts("comparison", RankComparison)
         trees = [self._joined_digest(name, staged, found) for name in staged.kinds]
         files = [layout.tree_file(name) for name in staged.kinds]
         return (
@@ -629,7 +476,9 @@ class LeadingSave(_RanksSave):
             and len(recorded) == len(files) + sum(one.files for one in found)
         )
 
-    def _joined_digest(self, name: str, staged: Staged, found: Sequence[_Comparison]) -> str | None:
+    def _joined_digest(
+        self, name: str, staged: Staged, found: Sequence[RankComparison]
+    ) -> str | None:
         """Return the digest of the tree of all ranks; None if they cannot be joined."""
         digests = {one.digests.get(name) for one in found}
         if name not in staged.by_rank and len(digests) == 1:
@@ -645,7 +494,7 @@ class LeadingSave(_RanksSave):
 
     @override
     def announce_verdict(self, *, is_unchanged: bool) -> None:
-        self._announce_part("comparison", _Verdict(is_unchanged))
+        self._announce_part("comparison", Verdict(is_unchanged))
         self._said = "folder"
 
     def announce_folder(
@@ -655,22 +504,22 @@ class LeadingSave(_RanksSave):
         self._trees = trees
         digests = {name: blake3(tree).digest() for name, tree in trees.items()}
         claim = b"" if self._hosts is None else claim_document(store, attempt.name.epoch)
-        self._announce_part("folder", _FolderNote(attempt.folder, attempt.save_id, digests, claim))
+        self._announce_part("folder", FolderNote(attempt.folder, attempt.save_id, digests, claim))
         self._said = "outcome" if self._copies is None else "copy"
         if self._copies is not None:
             self._uncollected.add("written")
 
     @override
     def _meet_written(self) -> None:
-        self._post("written", _CopiedPost())
-        self._collect_posts("written", _CopiedPost)
-        self._announce_part("copy", _CopiedPost())
+        self._post("written", CopiedPost())
+        self._collect_posts("written", CopiedPost)
+        self._announce_part("copy", CopiedPost())
         self._said = "outcome"
 
     def collect_written(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
         """Collect what all ranks have written, and join their trees. In the save thread."""
         self._post("files", self._files_post(files, staged, {}))
-        posts: list[_FilesPost] = self._collect_posts("files", _FilesPost)
+        posts: list[FilesPost] = self._collect_posts("files", FilesPost)
         files_of = [self._expand_files(rank, post.files) for rank, post in enumerate(posts)]
         trees = {
             name: self.join_trees(
@@ -696,7 +545,7 @@ class LeadingSave(_RanksSave):
             elsewhere=frozenset(name for host in by_host if host > 0 for name in by_host[host]),
         )
 
-    def _expand_files(self, rank: int, files: Sequence[_FileNote]) -> list[OwnFile]:
+    def _expand_files(self, rank: int, files: Sequence[FileNote]) -> list[OwnFile]:
         """Make the records of the files of one rank from its post and the plan."""
         names = self._plan.names_of(rank)
         if len(names) != len(files):
@@ -712,16 +561,16 @@ class LeadingSave(_RanksSave):
         Hosts with a disk each then copy it, and this waits for them, so that the checkpoint is
         still found if this host is lost.
         """
-        hosts, note = self._hosts, _OutcomeNote(doubt=None)
+        hosts, note = self._hosts, OutcomeNote(doubt=None)
         # The checkpoint stands, whether or not they hear of it.
         with suppress(HoldfastError):
             if hosts is not None:
                 names = [name for name in manifest.files if layout.is_document(name)]
                 keys = {name: f"{attempt.folder}/{name}" for name in (*names, layout.MANIFEST)}
                 try:
-                    note = _OutcomeNote(None, {name: store.get(key) for name, key in keys.items()})
+                    note = OutcomeNote(None, {name: store.get(key) for name, key in keys.items()})
                 except StoreError as error:
-                    note = _OutcomeNote(RankFailure.from_error(error, phase=SavePhase.COMMITTING))
+                    note = OutcomeNote(RankFailure.from_error(error, phase=SavePhase.COMMITTING))
             self._announce_part("outcome", note)
         if hosts is not None and note.doubt is None:
             self._await_copies(attempt, hosts)
@@ -730,11 +579,11 @@ class LeadingSave(_RanksSave):
         """Wait until all hosts have the documents of a committed save, else warn."""
         tag, problems = self._tag("copied"), dict[int, str]()
         try:
-            self._post("copied", _CopiedPost())
+            self._post("copied", CopiedPost())
             watch = self._make_watch("copied")
             found = self._ranks.collect(tag, timeout_s=max(self._left_s(), _FAIL_S), watch=watch)
             for rank, data in found.came.items():
-                problems[rank] = decode_message(data, _CopiedPost, tag).problem
+                problems[rank] = decode_message(data, CopiedPost, tag).problem
             problems |= {rank: failure.reason for rank, failure in found.failed.items()}
             problems |= dict.fromkeys(found.silent, "no answer")
         except HoldfastError as error:
@@ -759,7 +608,7 @@ class LeadingSave(_RanksSave):
         self._together.known.pop(self._components, None)
         with suppress(HoldfastError):
             doubt = RankFailure.from_error(error, phase=phase or self.progress.phase)
-            self._announce_part("outcome", _OutcomeNote(doubt=doubt))
+            self._announce_part("outcome", OutcomeNote(doubt=doubt))
 
     @override
     def _drop_posts(self) -> None:
@@ -825,9 +674,9 @@ class LeadingSave(_RanksSave):
 
     def _ask_for_texts(self, shares: Sequence[Share | Unchanged]) -> None:
         """Ask for forms that are not known, and for texts of which to warn."""
-        together, asked = self._together, dict[int, _Question]()
-        logged = {_digest_warning(text) for text in (*together.logged, *self._warnings)}
-        records = {_digest_records(self._recorded)}
+        together, asked = self._together, dict[int, RankQuestion]()
+        logged = {digest_warning(text) for text in (*together.logged, *self._warnings)}
+        records = {digest_records(self._recorded)}
         form = self._own.share.form
         if form not in together.forms:
             together.forms[form] = decode_form(self._own.form, form)
@@ -835,10 +684,10 @@ class LeadingSave(_RanksSave):
         num_told = num_untold = 0
         for rank, share in enumerate(shares):
             warnings = {
-                share.warnings[at : at + _WARNING_NBYTES]
-                for at in range(0, len(share.warnings), _WARNING_NBYTES)
+                share.warnings[at : at + WARNING_NBYTES]
+                for at in range(0, len(share.warnings), WARNING_NBYTES)
             }
-            question = _Question(
+            question = RankQuestion(
                 form=isinstance(share, Share) and share.form not in forms,
                 recorded=share.recorded not in records and self._differs(share.recorded),
                 warnings=not warnings <= logged,
@@ -851,8 +700,8 @@ class LeadingSave(_RanksSave):
                 num_told += 1
                 if num_told > _MOST_TOLD:
                     num_untold += 1
-                    question = _Question(form=question.form)
-            if question != _Question():
+                    question = RankQuestion(form=question.form)
+            if question != RankQuestion():
                 asked[rank] = question
         if num_untold:
             together.warn(
@@ -866,7 +715,7 @@ class LeadingSave(_RanksSave):
                 assert isinstance(share, Share), "it has a form"
                 together.forms[share.form] = decode_form(answer.form, share.form)
             if asked[rank].recorded:
-                together.recorded[_digest_records(answer.recorded)[:_NAMES_NBYTES]] = tuple(
+                together.recorded[digest_records(answer.recorded)[:NAMES_NBYTES]] = tuple(
                     sorted(answer.recorded)
                 )
         self._compare_records({r: one.recorded for r, one in answers.items() if asked[r].recorded})
@@ -874,24 +723,24 @@ class LeadingSave(_RanksSave):
 
     def _differs(self, recorded: bytes) -> bool:
         """Whether a rank may record a value of which was not warned yet."""
-        names = self._together.recorded.get(recorded[:_NAMES_NBYTES])
+        names = self._together.recorded.get(recorded[:NAMES_NBYTES])
         if not recorded or names is None:
             return bool(recorded)
         return any(
-            _digest_records({name: self._recorded.get(name, "")})[_NAMES_NBYTES:]
-            != recorded[place : place + _NAMES_NBYTES]
+            digest_records({name: self._recorded.get(name, "")})[NAMES_NBYTES:]
+            != recorded[place : place + NAMES_NBYTES]
             for number, name in enumerate(names, 1)
             if name not in self._together.differing
-            for place in [number * _NAMES_NBYTES]
+            for place in [number * NAMES_NBYTES]
         )
 
-    def _ask(self, asked: Mapping[int, _Question]) -> dict[int, _Answer]:
+    def _ask(self, asked: Mapping[int, RankQuestion]) -> dict[int, RankAnswer]:
         """Ask some ranks, and collect their answers."""
         part = f"answers {self._num_notes + 1}"
         self._uncollected.add(part)
-        self._announce_note(_QuestionNote(dict(asked)))
+        self._announce_note(QuestionNote(dict(asked)))
         self._post(part, self._answer(asked.get(self.rank)))
-        answers: list[_Answer] = self._collect_posts(part, _Answer)
+        answers: list[RankAnswer] = self._collect_posts(part, RankAnswer)
         return {rank: answers[rank] for rank in asked}
 
     def _compare_records(self, others: Mapping[int, Mapping[str, str]]) -> None:
@@ -956,7 +805,7 @@ class LeadingSave(_RanksSave):
         """Give each rank its part of a new plan; return the digests of the ranks' classes."""
         parts, plan_id = self._plan.make_parts(), os.urandom(16).hex()
         is_compared = self._plan.has_classes
-        messages = [msgspec.msgpack.encode(_PartNote(plan_id, part, is_compared)) for part in parts]
+        messages = [msgspec.msgpack.encode(PartNote(plan_id, part, is_compared)) for part in parts]
         self._uncollected.add("digests")
         self._ranks.announce_each(
             self._tag(self._plan_part), messages, timeout_s=max(self._left_s(), _FAIL_S)
@@ -968,7 +817,7 @@ class LeadingSave(_RanksSave):
             self._uncollected.discard("digests")
             return [b""] * self.world_size
         self._post("digests", self._digests_post(captured))
-        posts: list[_DigestsPost] = self._collect_posts("digests", _DigestsPost)
+        posts: list[DigestsPost] = self._collect_posts("digests", DigestsPost)
         return [post.digests for post in posts]
 
     def _expect_equal(self, digests: Sequence[bytes]) -> None:
@@ -977,7 +826,7 @@ class LeadingSave(_RanksSave):
         classes = self._plan.find_differing_classes(digests, skipped)
         if not classes:
             return
-        questions = {rank: _Question(classes=tuple(of)) for rank, of in classes.items()}
+        questions = {rank: RankQuestion(classes=tuple(of)) for rank, of in classes.items()}
         answers = {rank: one.digests for rank, one in self._ask(questions).items()}
         found = [one for one in self._plan.differing(answers) if one.leaf[:2] not in skipped]
         # All buffers are asked for if only buffers differ: most of them turn out to be no error.
@@ -996,15 +845,15 @@ class LeadingSave(_RanksSave):
             rest = [one.path_and_ranks for one in found[len(asked) :]]
             raise UnsupportedState([(path, f"{reason}. {_EQUAL_ADVICE}"), *odd[1:], *rest])
 
-    def _ask_for_values(self, asked: Sequence[Difference]) -> list[tuple[_Answer, _Answer]]:
+    def _ask_for_values(self, asked: Sequence[Difference]) -> list[tuple[RankAnswer, RankAnswer]]:
         """Ask the first two holders of each box for its values."""
         rows: dict[int, list[int]] = {}
         for one in asked:
             for rank, row in one.holders[:2]:
                 rows.setdefault(rank, []).append(row)
-        found = self._ask({rank: _Question(rows=tuple(of)) for rank, of in rows.items()})
+        found = self._ask({rank: RankQuestion(rows=tuple(of)) for rank, of in rows.items()})
         answers = {
-            (rank, row): _Answer(samples=(one.samples[n],), synchronized=(one.synchronized[n],))
+            (rank, row): RankAnswer(samples=(one.samples[n],), synchronized=(one.synchronized[n],))
             for rank, one in found.items()
             for n, row in enumerate(rows[rank])
         }
@@ -1013,7 +862,7 @@ class LeadingSave(_RanksSave):
     def _announce_plan(self, owner: Ownership) -> None:
         claim = owner.claim
         assert claim is not None, "the leader has claimed the run"
-        self._announce_part(self._plan_part, _PlanNote(self._plan_id, claim, self.compares))
+        self._announce_part(self._plan_part, PlanNote(self._plan_id, claim, self.compares))
         self._know(self._plan_id)
         self._said = "folder"
 
@@ -1035,9 +884,6 @@ class LeadingSave(_RanksSave):
             f"{tag} (step {self._step})"
         )
         return [decode_message(post, kind, tag) for post in posts]
-
-
-_Note: TypeAlias = _PlanNote | _PartNote | _QuestionNote | _HostsNote | ProbeNote | _WaitNote
 
 
 class FollowingSave(_RanksSave):
@@ -1069,9 +915,9 @@ class FollowingSave(_RanksSave):
     def matches_checkpoint(
         self, staged: Staged, roots: Mapping[str, str], recorded: Mapping[str, str]
     ) -> bool:
-        self._post("comparison", self._comparison(staged, roots, recorded))
+        self._post("comparison", RankComparison.of(staged, roots, recorded))
         self._said = "files"
-        return self._receive_part("comparison", _Verdict).is_unchanged
+        return self._receive_part("comparison", Verdict).is_unchanged
 
     @property
     def is_apart(self) -> bool:
@@ -1081,7 +927,7 @@ class FollowingSave(_RanksSave):
     def hear_folder(self, store: Store) -> SaveAttempt:
         """Wait until the leader has made the folder. In the save thread."""
         self.progress.enter(SavePhase.FOLDER)
-        note = self._receive_part("folder", _FolderNote)
+        note = self._receive_part("folder", FolderNote)
         self._trees = note.trees
         name = layout.parse_attempt(note.folder)
         if name is None:
@@ -1098,8 +944,8 @@ class FollowingSave(_RanksSave):
 
     @override
     def _meet_written(self) -> None:
-        self._post("written", _CopiedPost())
-        self._receive_part("copy", _CopiedPost)
+        self._post("written", CopiedPost())
+        self._receive_part("copy", CopiedPost)
         self._said = "files"
 
     def clear_host(self, store: Store, attempt: SaveAttempt, error: Exception) -> None:
@@ -1192,7 +1038,7 @@ class FollowingSave(_RanksSave):
 
     def _post_copied(self, problem: str) -> None:
         with suppress(HoldfastError):  # the leader warns
-            self._post("copied", _CopiedPost(problem))
+            self._post("copied", CopiedPost(problem))
 
     def _doubt(self) -> RanksError | None:
         """Hear the outcome; return why it is in doubt, or None after a commit."""
@@ -1205,7 +1051,7 @@ class FollowingSave(_RanksSave):
             raise
         except RanksError as error:
             return error
-        note = decode_message(heard, _OutcomeNote, tag)
+        note = decode_message(heard, OutcomeNote, tag)
         self._documents = note.documents
         return None if note.doubt is None else RanksFailed(tag, {LEADER: note.doubt})
 
@@ -1214,18 +1060,18 @@ class FollowingSave(_RanksSave):
 
         `captured` if this rank has not staged it: else its values may have changed since.
         """
-        while not isinstance(note := self._receive_note(), _PlanNote):
+        while not isinstance(note := self._receive_note(), PlanNote):
             said = self._said
-            if isinstance(note, _WaitNote):
+            if isinstance(note, WaitNote):
                 self._end = self._ranks.now_s() + 2 * self._together.timeout_s
                 continue
             if isinstance(note, ProbeNote):
                 self._said = "probe"
                 self._post("probe", self._together.look(note.folder))
-            elif isinstance(note, _HostsNote):
+            elif isinstance(note, HostsNote):
                 assert self._together.records is not None, "each host has a disk"
                 self._together.records.follow()
-            elif isinstance(note, _QuestionNote):
+            elif isinstance(note, QuestionNote):
                 self._said = f"answers {self._num_notes}"
                 self._post(self._said, self._answer(note.asked.get(self.rank)))
             else:
@@ -1238,12 +1084,12 @@ class FollowingSave(_RanksSave):
         owner.adopt(note.claim)
         self._know(note.plan_id)
 
-    def _receive_note(self) -> _Note:
-        kind: Any = _Note
-        note: _Note = self._receive_part(self._plan_part, kind)
+    def _receive_note(self) -> LeaderNote:
+        kind: Any = LeaderNote
+        note: LeaderNote = self._receive_part(self._plan_part, kind)
         if self._has_waited:
             self._end = self._ranks.now_s() + self._together.timeout_s
-        self._has_waited = isinstance(note, _WaitNote)
+        self._has_waited = isinstance(note, WaitNote)
         self._num_notes += 1
         return note
 
@@ -1257,23 +1103,6 @@ class FollowingSave(_RanksSave):
 def _without_call(share: Share) -> Share:
     """Return what a plan is made from, which may be equal in the next save."""
     return msgspec.structs.replace(share, step=0, standing="", call=(), recorded=b"", warnings=b"")
-
-
-def _digest_records(recorded: Mapping[str, str]) -> bytes:
-    """Digest the sorted names, then each value; empty if there are none."""
-    if not recorded:
-        return b""
-    names = sorted(recorded)
-    texts = ["\0".join(names), *map(recorded.__getitem__, names)]
-    return b"".join(blake3(_encode(text)).digest(_NAMES_NBYTES) for text in texts)
-
-
-def _digest_warning(text: str) -> bytes:
-    return blake3(_encode(text)).digest(_WARNING_NBYTES)
-
-
-def _encode(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")
 
 
 class DistributedSaves:
