@@ -10,7 +10,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from allranks import Breaking, Member, all_of, on_ranks, save_on
+from allranks import Breaking, Member, Verb, all_of, on_ranks, save_on
 from holdfast import errors
 from holdfast.checkpoints import StateHooks
 from holdfast.ranks.chosen import SingleProcess
@@ -333,6 +333,32 @@ def test_a_rank_that_fails_while_it_applies_leaves_all_half_loaded(odd: int) -> 
         assert "refused while it is applied" in said
         assert "half loaded" in unusable
         assert step == 3
+
+
+@pytest.mark.parametrize("verb", ["post", "hear"])
+def test_a_rank_that_misses_the_order_to_apply_does_not_save(verb: Verb) -> None:
+    store = MemoryStore()
+    save_on(3, store, [1])
+    ranks: list[Coordinator] = [*ThreadCoordinator.for_ranks(3)]
+    ranks[1] = Breaking(ranks[1], verb, "message 1" if verb == "post" else "message 2", "raise")
+
+    def work(member: Member) -> tuple[bool, str]:
+        before, refusal = member.bits(), ""
+        with member.manager(store, save_timeout_s=300) as manager:
+            with pytest.raises(errors.RanksError):
+                manager.resume()
+            if member.rank == 1:
+                with pytest.raises(errors.ManagerUnusable) as caught:
+                    manager.save(2)
+                refusal = str(caught.value)
+            is_old = member.bits() == before
+            assert manager.resume() is not None
+            assert manager.save(3).wait().step == 3
+        return is_old, refusal
+
+    is_old, refusal = all_of(on_ranks(ranks, work))[1]
+    assert is_old
+    assert "other ranks may have loaded step-00000001" in refusal
 
 
 @pytest.mark.parametrize("part", ["message 1", "message 2"])

@@ -599,11 +599,26 @@ class FollowingApplying(_RanksApplying):
                     answer = self._read_named_by_leader(search, note)
                 elif answer.kind == "ready" and search.candidate is not None:
                     answer = self._answer_after_turns(search.candidate, note, answer)
-                self._post(answer)  # again after turns of others, when this rank is done
-                note = self._receive_note(self._limit_s(self._unread))
+                # again after turns of others, when this rank is done
+                note = self._post_and_receive(answer, search)
             except _Interrupted as other:
                 note = other.note
         return note
+
+    def _post_and_receive(self, answer: _Answer, search: Search) -> _Note:
+        """Post an answer, and wait for the leader's next note, which may be the order to apply."""
+        try:
+            self._post(answer)
+            return self._receive_note(self._limit_s(self._unread))
+        except RanksFailed:
+            raise  # the leader has not ordered it
+        except BaseException as error:
+            if answer.kind == "ready" and search.candidate is not None:
+                self.half_loaded = (
+                    f"other ranks may have loaded {search.candidate.entry.folder}, and rank "
+                    f"{self._ranks.rank} has not: {error!r}"
+                )
+            raise
 
     def _answer_after_turns(
         self, candidate: LoadCandidate, note: _Turns, answer: _Answer
