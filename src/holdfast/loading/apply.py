@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.errors import MismatchError, NotSealed
 from holdfast.events import Emitter, Kind
-from holdfast.loading.search import Avoided, CheckpointSearch, LoadCandidate, PassedOver, Search
+from holdfast.loading.search import CheckpointSearch, LoadCandidate, PassedOver, Search
 from holdfast.ownership.annotations import reject
 from holdfast.ownership.claim import settled_choice
 from holdfast.ownership.owner import Ownership
@@ -79,7 +79,8 @@ class CheckpointApplier:
             if not isinstance(error, PassedOver | NotSealed):
                 self._reject(folder, str(error))
                 continue
-            kind: Kind = "warning" if isinstance(error, Avoided) else "passed_over"
+            is_warned = isinstance(error, PassedOver) and error.is_warned
+            kind: Kind = "warning" if is_warned else "passed_over"
             text = f"passed over {folder}: {error}"
             self._emit(kind, text, folder=folder, reason=str(error))
 

@@ -58,6 +58,8 @@ _MAX_ASKED = 100
 class LostHost(PassedOver):
     """Error: files of a checkpoint were only on a host that does not take part."""
 
+    is_warned = True
+
 
 class _Find(msgspec.Struct, frozen=True, tag="find"):
     """Announcement: all ranks find out which of them share a disk."""

@@ -101,6 +101,9 @@ class LoadOptions(StateLoadOptions):
 class PassedOver(NoCheckpoint):
     """Error: a checkpoint is not damaged, but a run must not resume from it."""
 
+    is_warned = False
+    """Whether a resume from an older checkpoint is worth a warning."""
+
 
 class Dropped(PassedOver):
     """Error: requested components were not saved, or retention has removed them."""
@@ -116,6 +119,8 @@ class Dropped(PassedOver):
 
 class Avoided(PassedOver):
     """Error: the checkpoint was recorded as unhealthy when it was saved."""
+
+    is_warned = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
