@@ -81,7 +81,7 @@ _FEWER_PARTS = "Do less in this call, or in fewer modules"
 SOURCE = (
     Limit("lines of src", 113_500, _SMALLER, reason="parts of an index, memory, uploads of hosts"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 66_450, _SMALLER, reason="a module of messages, checks by hosts"),
+    Limit("lines of the core", 66_580, _SMALLER, reason="messages, and claims of hosts' disks"),
     Limit(
         "modules",
         416,

@@ -16,12 +16,14 @@ import torch
 
 from allranks import Member, all_of, on_ranks
 from holdfast import HostTiers, Last, errors
-from holdfast.events import Event
+from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.claim import claim_run, put_closed, settled_choice
 from holdfast.ownership.leases import leased
 from holdfast.root.catalog import Catalog
+from holdfast.root.commit import mark_aborted
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -357,3 +359,67 @@ def test_a_checkpoint_that_is_read_on_a_host_is_deleted_there_later(tmp_path: Pa
 
     on_hosts(tmp_path, "ab", remote, work, keep_local=Last(1))
     assert [*entries_of(tmp_path, "a")] == [*entries_of(tmp_path, "b")] == [5]
+
+
+def resume_steps(path: Path, hosts: str, remote: Store) -> tuple[list[Any], list[Noted]]:
+    """Resume on these hosts; returns the step or the error of each rank, and what each emitted."""
+    noted = [Noted() for _ in hosts]
+
+    def run(member: Member) -> int | None:
+        root = HostTiers(path / hosts[member.rank], remote, close_timeout_s=0.0)
+        state = {**member.state, "noise": torch.Generator().manual_seed(member.rank)}
+        with member.manager(root, state=state, sinks=(noted[member.rank],)) as manager:
+            found = manager.resume()
+        return None if found is None else found.step
+
+    return on_ranks(len(hosts), run), noted
+
+
+@pytest.mark.parametrize("hosts", ["ab", "ba", "db"], ids=["follower", "leader", "new-leader"])
+def test_a_disk_of_another_run_is_refused_before_anything_is_copied(
+    hosts: str, tmp_path: Path
+) -> None:
+    """The other run has more claims, and each of its files has a copy on this disk."""
+    remote, other = MemoryStore("remote"), MemoryStore("other")
+    for step in (100, 200):
+        on_hosts(tmp_path / "old", "bc", other, saves(step), partner=True)
+    on_hosts(tmp_path, "ac", remote, saves(1, 2))
+    shutil.copytree(tmp_path / "old" / "b", tmp_path / "b")
+    names = {path.name for path in (tmp_path / "a").glob("step*")}
+    found, _ = resume_steps(tmp_path, hosts, remote)
+    assert isinstance(found[0], errors.Diverged), found
+    assert all(isinstance(one, errors.HoldfastError) for one in found)
+    assert f"{tmp_path}/b" in str(found[0])
+    assert Catalog(remote).claims() == (1,)
+    assert {path.name for path in (tmp_path / "a").glob("step*")} == names
+    assert not [*(tmp_path / "d").glob("step*")]
+
+
+@pytest.mark.parametrize("hosts", ["ab", "ba"])
+def test_claims_without_saves_that_one_host_has_alone_are_replaced(
+    hosts: str, tmp_path: Path
+) -> None:
+    remote = MemoryStore("remote")
+    on_hosts(tmp_path, "ab", remote, saves(1))
+    alone = LocalStore(tmp_path / "b")
+    choice = settled_choice(Catalog(alone).checkpoints()[0], is_rollback=False)
+    put_closed(alone, claim_run(alone, choice, takeover=False, emit=Emitter(()), tiered=True))
+    on_hosts(tmp_path, "ac", remote, saves(2))
+    found, noted = resume_steps(tmp_path, hosts, remote)
+    assert found == [2, 2], noted[0].events
+    assert any("ignored" in event.message for event in noted[0].of("warning"))
+    assert Catalog(LocalStore(tmp_path / hosts[0])).claims() == (3, 2, 1)
+
+
+def test_a_damaged_manifest_is_not_replaced_by_an_abort_marker(tmp_path: Path) -> None:
+    on_hosts(tmp_path, "ab", MemoryStore("remote"), saves(1, 2))
+    folder = next((tmp_path / "a").glob("step-00000002*")).name
+    manifest = tmp_path / "a" / folder / "manifest.json"
+    damaged = manifest.read_bytes()[:-9]
+    manifest.unlink()
+    manifest.write_bytes(damaged)
+    (tmp_path / "b" / folder / "manifest.json").unlink()
+    assert mark_aborted(LocalStore(tmp_path / "b"), folder, by="gc", reason="not committed")
+    found, _ = resume_steps(tmp_path, "ab", MemoryStore("other"))
+    assert found == [1, 1]
+    assert manifest.read_bytes() == damaged

@@ -6,18 +6,18 @@ from where each file of a candidate is read. A `HostView` reads them so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain
 from typing import TypeAlias
 
 import msgspec
-from blake3 import blake3
 from typing_extensions import override
 
 from holdfast.errors import (
     CommitConflict,
     CorruptData,
+    Diverged,
     FormatError,
     NotFound,
     StoreError,
@@ -35,6 +35,7 @@ from holdfast.format.manifest import (
     decode_register,
     encode_manifest,
 )
+from holdfast.format.records import Closed, WriterRecord
 from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.loading.plan import FileSources
 from holdfast.loading.search import LoadOptions, PassedOver
@@ -44,13 +45,13 @@ from holdfast.ranks.coordinator import Coordinator, decode_message
 from holdfast.ranks.hosts import HostRounds, Hosts, find_hosts
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import put_once
-from holdfast.root.documents import read_document
+from holdfast.root.documents import read_document, was_made_by
 from holdfast.store.base import FillCached, ObjectInfo, Seen, Store, WrappedStore, ignore
 
 _REMOTE = -1
 """Number of the remote tier among the hosts."""
-_ORDER = ("damaged", "aborted", "committed", "deleted")
-"""States of a register, the one that counts last."""
+_ORDER = ("", "aborted", "damaged", "committed", "deleted")
+"""States of a register, the one that counts last; the first is that of an absent one."""
 _MAX_ASKED = 100
 """Most small records of one round."""
 
@@ -85,8 +86,8 @@ _Note: TypeAlias = _Find | _List | _Fetch | _Done
 class _Listed(msgspec.Struct, frozen=True):
     """Post of a host leader: the claims, registers and files of its root."""
 
-    claims: dict[str, bytes]
-    """Digest of each claim and close, by key."""
+    claims: dict[str, str]
+    """Nonce of each claim and close, by key; empty: it cannot be read."""
     registers: dict[str, str]
     """State of the register of each attempt that has one, by folder."""
     files: dict[str, dict[str, int]]
@@ -129,6 +130,7 @@ class HostRecords:
             self._listed = [
                 decode_message(answers[rank], _Listed, "what a host has") for rank in leaders
             ]
+            self._leave_out_branches()
             self._merge(leaders)
             self._announce(_Done())
         self._catalog.look_again()
@@ -167,9 +169,7 @@ class HostRecords:
             return b""
         store, catalog = self._store, Catalog(self._store)
         claims = {
-            f"{layout.WRITERS}/{name}": blake3(self._read(f"{layout.WRITERS}/{name}")).digest(
-                length=8
-            )
+            f"{layout.WRITERS}/{name}": self._read_nonce(name)
             for name in store.children(layout.WRITERS)
             if layout.parse_writer(name) is not None or layout.parse_closed(name) is not None
         }
@@ -181,6 +181,14 @@ class HostRecords:
             if layout.MANIFEST in infos:
                 registers[folder] = self._state_of(folder)
         return msgspec.msgpack.encode(_Listed(claims, registers, files))
+
+    def _read_nonce(self, name: str) -> str:
+        key = f"{layout.WRITERS}/{name}"
+        kind = WriterRecord if layout.parse_closed(name) is None else Closed
+        try:
+            return kind.decode(self._read(key), what=key).nonce
+        except (FormatError, StoreError):
+            return ""
 
     def _state_of(self, folder: str) -> str:
         try:
@@ -200,6 +208,84 @@ class HostRecords:
             with suppress(NotFound):
                 found[key] = self._read(key)
         return msgspec.msgpack.encode(found)
+
+    # Claims of other runs
+
+    def _leave_out_branches(self) -> None:
+        """Leave out claims under which a host has saved nothing, if the run has others instead.
+
+        Raises:
+            Diverged: something was saved under both.
+        """
+        chains = [_claims_of(listed) for listed in self._listed]
+        remote = self._read_remote_claims(chains)
+        while True:
+            every = sorted({epoch for of_host in chains for epoch in of_host})
+            nonces = {e: {c[e] for c in (*chains, remote) if e in c} for e in every}
+            epoch = next((e for e in every if len(nonces[e]) > 1), None)
+            if epoch is None:
+                return
+            used = {c[epoch]: host for host, c in enumerate(chains) if self._saved(host, c, epoch)}
+            if epoch in remote:
+                used.setdefault(remote[epoch], _REMOTE)
+            if len(used) > 1:
+                raise Diverged(self._explain_branches(epoch, [*used.values()]))
+            kept = next(iter(used), None) or next(c[epoch] for c in chains if epoch in c)
+            for host, of_host in enumerate(chains):
+                if of_host.get(epoch, kept) != kept:
+                    self._leave_out(host, epoch)
+                    chains[host] = {e: nonce for e, nonce in of_host.items() if e < epoch}
+
+    def _read_remote_claims(self, chains: Sequence[Mapping[int, str]]) -> dict[int, str]:
+        """Return the nonces of the remote tier's claims, from the newest to one that hosts have.
+
+        Claims are put in order, so a host that has one claim of a run has those before it.
+        """
+        found: dict[int, str] = {}
+        hosts = [of_host for of_host in chains if of_host]
+        with suppress(StoreError):  # the claim warns that it cannot be reached
+            for epoch in self._catalog.remote.claims() if hosts else ():
+                with suppress(FormatError):
+                    claim = self._catalog.remote.writer(epoch)
+                    if claim is not None and any(epoch in of_host for of_host in hosts):
+                        found[epoch] = claim.nonce
+                        hosts = [one for one in hosts if one.get(epoch) != claim.nonce]
+                if not hosts:
+                    break
+        return found
+
+    def _saved(self, host: int, claims: Mapping[int, str], epoch: int) -> bool:
+        """Whether a host has a save that was begun under its claims from `epoch` on."""
+        listed = self._listed[host]
+        return any(
+            epoch <= name.epoch
+            and was_made_by(name, claims.get(name.epoch))
+            and listed.registers.get(str(name)) != "aborted"
+            for name in filter(None, map(layout.parse_attempt, listed.files))
+        )
+
+    def _leave_out(self, host: int, epoch: int) -> None:
+        """Ignore the claims of a host from `epoch` on; the leader's own are to be replaced."""
+        names, claims = self.hosts.names, self._listed[host].claims
+        for key in [*claims]:
+            name = key.rpartition("/")[2]
+            if (layout.parse_writer(name) or layout.parse_closed(name) or 0) >= epoch:
+                claims[key] = ""
+        self._emit(
+            "warning",
+            f"{names[host]} has other claims than this run from {epoch} on, and no save under "
+            "them: they are ignored",
+        )
+
+    def _explain_branches(self, epoch: int, hosts: Sequence[int]) -> str:
+        url = self._catalog.remote.store.url
+        places = [url if host == _REMOTE else self.hosts.names[host] for host in hosts]
+        return (
+            f"{self._store.url}: claim {epoch} is not the same on {' and '.join(places)}, and each "
+            "has saves under its own. One of them is of another run, or the run was continued "
+            "twice. Nothing was changed. Move the local root of each host that is not to be used "
+            "out of the way, and start the run again"
+        )
 
     # What the leading root lacks
 
@@ -231,15 +317,13 @@ class HostRecords:
         documents: dict[str, int] = {}
         states = dict(own.registers)
         for host, listed in others:
-            for key, digest in listed.claims.items():
-                if key not in own.claims:
+            for key, nonce in listed.claims.items():
+                if nonce and not own.claims.get(key):
                     claims.setdefault(key, host)
-                elif own.claims[key] != digest:
-                    self._emit("warning", self._explain_other_claim(key, host))
             for folder, state in listed.registers.items():
                 is_known = folder in own.registers and own.registers[folder] != "damaged"
-                known = _ORDER.index(states.get(folder, "damaged"))
-                if not is_known and _ORDER.index(state) > known:
+                known = _ORDER.index(states.get(folder, ""))
+                if not is_known and state != "damaged" and _ORDER.index(state) > known:
                     registers[f"{folder}/{layout.MANIFEST}"], states[folder] = host, state
         for host, listed in others:
             for folder, names in listed.files.items():
@@ -253,18 +337,13 @@ class HostRecords:
             [(host, key) for key, host in of.items()] for of in (claims, registers, documents)
         )
 
-    def _explain_other_claim(self, key: str, host: int) -> str:
-        return (
-            f"{self.hosts.names[host]} has another {key} than the leader's host: two runs have "
-            "used these disks without the remote tier. The leader's counts"
-        )
-
     def _put_record(self, key: str, data: bytes) -> None:
         """Put a record of another host into the leading root; replaces only a damaged one."""
         folder, _, name = key.partition("/")
         self._store.make_folder(folder)
         own = self._listed[0]
-        if (0, folder, name) in self._damaged or own.registers.get(folder) == "damaged":
+        is_bad_register = name == layout.MANIFEST and own.registers.get(folder) == "damaged"
+        if (0, folder, name) in self._damaged or is_bad_register or own.claims.get(key) == "":
             self._store.put(key, data)
             self._emit("mended", f"{key} was put right from another host", folder=folder)
             self._damaged.discard((0, folder, name))
@@ -400,6 +479,12 @@ class HostRecords:
         """Return a store through which this rank reads a checkpoint from these sources."""
         remote = self._catalog.remote.store
         return HostView(self._store, remote, folder, manifest, sources, self.hosts.own)
+
+
+def _claims_of(listed: _Listed) -> dict[int, str]:
+    """Return the nonces of a host's claims by epoch, without those that cannot be read."""
+    epochs = {key: layout.parse_writer(key.rpartition("/")[2]) for key in listed.claims}
+    return {e: listed.claims[key] for key, e in epochs.items() if e and listed.claims[key]}
 
 
 class HostView(WrappedStore):
