@@ -323,7 +323,7 @@ def test_a_codec_is_a_row_and_two_functions(
     folder, said = used
     loaded, is_tried, names, levels = said["codec"].splitlines()
     assert (loaded, is_tried) == ("True", "True")
-    assert names.endswith("must be one of ('zstd', 'lz4', 'blosc2', 'gzip')")
+    assert names.endswith("choose from ('zstd', 'lz4', 'blosc2', 'gzip')")
     assert levels == "level=10: gzip has 0 to 9"
     (stored,) = folder.glob("run/step-*/model-00000.safetensors.gz")
     with gzip.open(stored) as file:

@@ -303,7 +303,7 @@ class Encryption:
 
     def __post_init__(self) -> None:
         if self.suite not in get_args(SuiteName):
-            raise UsageError(f"suite={self.suite!r}: must be one of {get_args(SuiteName)}")
+            raise UsageError(f"suite={self.suite!r}: choose from {get_args(SuiteName)}")
         for name, given in (("keys", self.keys), ("also_read", self.also_read)):
             for key in _convert_to_tuple(given):
                 if not hasattr(key, "unwrap"):

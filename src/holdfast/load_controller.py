@@ -154,7 +154,7 @@ class LoadController:
         if session.owner.claim is not None or session.saver.standing is not None:
             raise UsageError(
                 f"{session.store.url}: start_new() comes before resume(), a load of the whole "
-                "state and the first save; this manager has made one of these calls. Make a new "
+                "state and the first save; this manager has already made such a call. Make a new "
                 "manager"
             )
         refuse = partial(self._check_start, required=False)

@@ -337,7 +337,7 @@ class Session:
         if os.getpid() != self._pid:
             raise ManagerUnusable(
                 f"{self.store.url}: this manager belongs to process {self._pid}; "
-                "make one of your own after a fork"
+                "make a new manager after a fork"
             )
         self._group_alarm.warn_if_grouped()
 

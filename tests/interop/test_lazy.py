@@ -113,7 +113,7 @@ def test_a_checkpoint_has_components_and_a_tree(tmp_path: Path) -> None:
         tree = file.tree("extra")
         assert tree["lr"] == 0.5
         assert tree["of"][0].numpy().tolist() == [1.0, 1.0]
-        with pytest.raises(UsageError, match="name one of the components"):
+        with pytest.raises(UsageError, match="choose a component"):
             file.tree()
 
 

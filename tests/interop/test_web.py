@@ -125,7 +125,7 @@ def test_an_address_of_neither_says_what_to_name(served: Served, missing_status:
     assert served.same(load_weights(served.url(2)))
     with pytest.raises((NoCheckpoint, StoreError), match="run"):
         load_weights(f"{served.web.url}/run")
-    with pytest.raises(FormatError, match="neither a checkpoint"):
+    with pytest.raises(FormatError, match="no checkpoint, no safetensors"):
         load_weights(f"{served.web.url}/page.html")
 
 

@@ -127,11 +127,11 @@ def test_ranks_that_contradict_each_other_are_refused(numbers: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{stpe}", "{stpe} is not one of step, epoch"),
-        ("{}", "{} is not one of"),
-        ("{0}", "{0} is not one of"),
-        ("{step.real}", "{step.real} is not one of"),
-        ("{run_name[0]}", "is not one of"),
+        ("{stpe}", "{stpe} is unknown; choose from step, epoch"),
+        ("{}", "{} is unknown; choose from"),
+        ("{0}", "{0} is unknown; choose from"),
+        ("{step.real}", "{step.real} is unknown; choose from"),
+        ("{run_name[0]}", "is unknown; choose from"),
         ("{step!r}", "only a plain format spec"),
         ("{step:{epoch}}", "only a plain format spec"),
         ("{step:1000000000d}", "at most 200"),
@@ -147,7 +147,7 @@ def test_ranks_that_contradict_each_other_are_refused(numbers: dict[str, Any]) -
         ("{time:%H:%M}", "letters, digits"),
         ("{time:%c}", "letters, digits"),
         ("{time:%500000d}", "at most 200"),
-        ("{time.year}", "is not one of"),
+        ("{time.year}", "is unknown; choose from"),
         ("{epoch_wct:d}", "format code"),
         ("{rank!s}", "only a plain format spec"),
         ("{{step}}", "letters, digits"),
@@ -220,9 +220,9 @@ def test_a_root_may_be_a_template_or_a_function(root: Any, path: str) -> None:
 @pytest.mark.parametrize(
     ("root", "run_name", "message"),
     [
-        ("{step}", None, "{step} is not one of run_name, rank"),
-        ("{run_nam}", "a", "{run_nam} is not one of"),
-        ("{rank.real}", None, "is not one of"),
+        ("{step}", None, "{step} is unknown; choose from run_name, rank"),
+        ("{run_nam}", "a", "{run_nam} is unknown; choose from"),
+        ("{rank.real}", None, "is unknown; choose from"),
         ("{rank!r}", None, "only a plain format spec"),
         ("{run_name}", None, "run_name was not given"),
         ("{run_name}", "../other", "letters, digits"),

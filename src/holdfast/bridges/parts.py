@@ -229,7 +229,7 @@ def check_direction(
     for item in best_rules(checkpoints):
         if item.rule.metric == metric and item.rule.mode != mode:
             raise UsageError(
-                f"keep={item.rule}: {who} has the other direction, {mode!r}: correct one of them"
+                f"keep={item.rule}: {who} has the other direction, {mode!r}: correct either"
             )
     shown = direction(metric)
     if shown is not None and shown != mode:

@@ -170,7 +170,7 @@ def plot(root: str, *, output: Path | None, metrics: Sequence[str], log: Path | 
             counted = _join_names(sorted(record.metrics))
             raise NoCheckpoint(
                 f"{store.url}: no metric was logged that is drawn by default, only {counted}; "
-                "--metric NAME draws one of these"
+                "draw them by --metric NAME"
             )
         raise NoCheckpoint(f"{store.url}: nothing was logged or saved")
     clipped = [one.name for one in series if any(map(_is_beyond, one.points))]

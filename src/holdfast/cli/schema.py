@@ -40,7 +40,7 @@ def struct_of(name: str) -> type[msgspec.Struct]:
     found = answers.get(f"--{option}" if option else "")
     if found is None:
         raise UsageError(
-            f"{name!r}: no command with a schema; name one of holdfast --help, gc --damaged, or a "
+            f"{name!r}: no command with a schema; choose from holdfast --help, gc --damaged, or a "
             "subcommand, such as keys list"
         )
     return found

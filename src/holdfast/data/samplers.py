@@ -124,7 +124,7 @@ class Buckets:
         if len(given) != 1 or any(type(size) is not int or size < 1 for size in [*given, pool]):
             raise UsageError(
                 f"batch_size={shown(batch_size)}, max_tokens={shown(max_tokens)}, "
-                f"pool={shown(pool)}: give one of batch_size and max_tokens; whole numbers, 1 or "
+                f"pool={shown(pool)}: give either batch_size or max_tokens; whole numbers, 1 or "
                 "above"
             )
         if not self.dataset_length or int(self._lengths.min()) < 0:

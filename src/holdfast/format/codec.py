@@ -108,7 +108,7 @@ class Compression:
         ):
             value = getattr(self, name)
             if value not in choices and (value is not None or name == "codec"):
-                raise UsageError(f"{name}={value!r} must be one of {choices}")
+                raise UsageError(f"{name}={value!r}: choose from {choices}")
         codec = CODECS[self.codec]
         if not codec.filters and (self.shuffle, self.inner) != (None, None):
             filtering = " and ".join(name for name, each in CODECS.items() if each.filters)

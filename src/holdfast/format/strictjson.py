@@ -344,8 +344,6 @@ def _check_digest(text: bytes, *, what: str) -> None:
     body, last_line = text[:-_DIGEST_LINE_NBYTES], text[-_DIGEST_LINE_NBYTES:]
     match = _DIGEST_LINE.fullmatch(last_line)
     if match is None or not body.endswith(_BEFORE_DIGEST):
-        raise CorruptData(
-            f"{what}: cut short, or not one of Holdfast's documents (no digest at its end)"
-        )
+        raise CorruptData(f"{what}: cut short, or no document of Holdfast (no digest at its end)")
     if blake3(body).hexdigest().encode() != match[1]:
         raise CorruptData(f"{what}: its digest does not fit its bytes")

@@ -120,7 +120,7 @@ class LazyFile(Mapping[str, "LazyTensor"]):
         """Return the plain values of a component, or the only one, with `LazyTensor` objects."""
         if component is None:
             if len(self.components) != 1:
-                raise UsageError(f"name one of the components {', '.join(self.components)}")
+                raise UsageError(f"choose a component: {', '.join(self.components)}")
             component = self.components[0]
         part = self._source.get_component(component)
         return _lifted(self._source, component, part.tree)

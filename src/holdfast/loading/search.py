@@ -381,7 +381,7 @@ class CheckpointSearch:
         is "accept", an unhealthy one is taken only when no other can be used.
         """
         if unhealthy not in get_args(Unhealthy):
-            raise UsageError(f"unhealthy={unhealthy!r}: must be one of {get_args(Unhealthy)}")
+            raise UsageError(f"unhealthy={unhealthy!r}: choose from {get_args(Unhealthy)}")
         catalog = self.catalog
         for _ in range(_MAX_RELISTS):
             self.passed_over.clear()

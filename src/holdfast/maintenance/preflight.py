@@ -467,7 +467,7 @@ class FirstSaveChecks:
         if standing is None and self._catalog.ever_committed():
             raise UsageError(
                 f"{self._store.url} holds the checkpoints of a run. Call resume() to continue it, "
-                "load() one of them whole to start from there (part of one is not enough), "
+                "load() a whole checkpoint to start from there (part of one is not enough), "
                 "start_new() to start another run in the same root (a Trainer: "
                 'fit(…, resume="never")), or use another root'
             )

@@ -81,9 +81,7 @@ class TierRules:
             return cls(local=rule, remote=rule)
         options = root.options
         if keep is not None and options.keep_local is not None:
-            raise UsageError(
-                "keep= and Tiered(keep_local=…) set the same rule: pass only one of them"
-            )
+            raise UsageError("keep= and Tiered(keep_local=…) set the same rule: pass either")
         remote = combined_rule(options.keep_remote, savers, parts)
         if options.keep_local == 0:
             return cls(local=Nothing(), remote=remote)

@@ -154,7 +154,9 @@ def _fields(
         raise UsageError(f"{what}={template!r}: {error}") from None
     for name, spec, conversion in fields:
         if name not in known:
-            raise UsageError(f"{what}={template!r}: {{{name}}} is not one of {', '.join(known)}")
+            raise UsageError(
+                f"{what}={template!r}: {{{name}}} is unknown; choose from {', '.join(known)}"
+            )
         if conversion or any(mark in (spec or "") for mark in "{}"):
             raise UsageError(
                 f"{what}={template!r}: {{{name}}}: only a plain format spec may follow"

@@ -90,7 +90,7 @@ class Last(Rule):
         _check_quota("Last", self.n)
         known = get_args(SaveClass)
         if self.save_class not in (None, *known):
-            raise UsageError(f"Last: save_class={self.save_class!r} must be one of {known}")
+            raise UsageError(f"Last: save_class={self.save_class!r}: choose from {known}")
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """Pick the `n` newest of the class that count towards quotas."""
@@ -425,7 +425,7 @@ class ByClass(Rule):
     def __post_init__(self) -> None:
         if self.remove not in get_args(Removal):
             known = ", ".join(repr(name) for name in get_args(Removal))
-            raise UsageError(f"ByClass: remove={self.remove!r} must be one of {known}")
+            raise UsageError(f"ByClass: remove={self.remove!r}: choose from {known}")
 
     def picks(self, newest_first: Sequence[Candidate]) -> Mapping[int, str]:
         """Pick the permanent ones that count towards quotas, and the ephemeral ones to keep."""

@@ -336,7 +336,7 @@ class On(Trigger):
         wrong = [event for event in events if event not in known]
         if wrong or not events:
             raise UsageError(
-                f"On: events: {', '.join(map(repr, wrong)) or 'nothing'} is not one of "
+                f"On: events: {', '.join(map(repr, wrong)) or 'nothing'} is unknown; choose from "
                 f"{', '.join(known)}; for the others there are AtStart(), "
                 'Every("1step") and AtEnd()'
             )

@@ -265,7 +265,7 @@ def _compression(choice: Choice) -> Compression | Auto | None:
         return choice
     if choice not in (*CODECS,):  # a tuple, as `choice` may be unhashable
         names = (*CODECS, "auto")
-        raise UsageError(f"compress={choice!r} must be one of {names}, or a Compression")
+        raise UsageError(f"compress={choice!r}: choose from {names}, or a Compression")
     return Compression(codec=choice)
 
 

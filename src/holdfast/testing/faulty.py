@@ -86,9 +86,9 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
-            raise UsageError(f"kind={self.kind!r}: must be one of {', '.join(get_args(Kind))}")
+            raise UsageError(f"kind={self.kind!r}: choose from {', '.join(get_args(Kind))}")
         if self.op is not None and self.op not in get_args(OpName):
-            raise UsageError(f"op={self.op!r}: must be one of {', '.join(get_args(OpName))}")
+            raise UsageError(f"op={self.op!r}: choose from {', '.join(get_args(OpName))}")
         if self.at < 0 or (self.times is not None and self.times < 1):
             raise UsageError(f"at={self.at}, times={self.times}: at least 0 and at least 1")
         if self._needs_data() and self.op is not None and self.op not in _CARRIES_DATA:

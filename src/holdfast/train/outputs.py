@@ -117,7 +117,7 @@ class Reduced:
     def __post_init__(self) -> None:
         """Raise `UsageError` for an unknown reduction."""
         if self.by not in get_args(Reduction):
-            raise UsageError(f"Reduced: by={self.by!r} must be one of {get_args(Reduction)}")
+            raise UsageError(f"Reduced: by={self.by!r}: choose from {get_args(Reduction)}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,7 @@ class Trainer:
             self._use_data(data)
         if self.data is None or not self._trains:
             raise UsageError(
-                "fit needs an optimizer, a loss and data; this Trainer was made without one of them"
+                "fit needs an optimizer, a loss and data, and this Trainer was made without some"
             )
         parts, evaluator = self._parts, self._evaluator
         goal = build.checked_goal(until)

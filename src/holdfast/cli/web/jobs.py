@@ -154,7 +154,7 @@ class Jobs:
             if not job.is_over and (job.kind, job.title, job.run) == (kind, title, run):
                 return job
         if sum(job.run == run and not job._has_ended for job in self) >= _MAX_UNFINISHED:
-            raise UsageError(f"too many jobs of {run} are waiting; stop one of them first")
+            raise UsageError(f"too many jobs of {run} are waiting; stop a waiting job first")
         self._last += 1
         job = Job(number=self._last, kind=kind, title=title, run=run)
         context.run(PROGRESS.set, job.report_progress)

@@ -153,7 +153,7 @@ class MergedSource(Source):
         if wrong:
             url = self.url if self._base is None else self._base.url
             raise UsageError(
-                f"{url}: {len(wrong)} parameters are not those of the base of {self.url}. Give "
+                f"{url}: {len(wrong)} parameters differ from the base model of {self.url}. Give "
                 f"the folder of the model that was trained. {WAY}:\n{listing(wrong)}"
             )
         return tree

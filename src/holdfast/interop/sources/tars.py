@@ -144,7 +144,7 @@ def _unpack(path: Path, reader: Any, target: IO[bytes], bound: _Bound) -> None:
         if is_wanted:
             return
         _copy_member(stream, None, -nbytes % _BLOCK)
-    raise FormatError(f"{path}: an archive without {MEMBER}, so not one of Composer")
+    raise FormatError(f"{path}: an archive without {MEMBER}, which Composer never writes")
 
 
 def _copy_member(stream: io.BufferedReader[Any], target: IO[bytes] | None, nbytes: int) -> None:

@@ -64,7 +64,7 @@ def open_web(url: str) -> Source:
         file.close()
         raise
     raise FormatError(
-        f"{file.name}: neither a checkpoint, nor a safetensors file, nor one of torch.save. Other "
+        f"{file.name}: no checkpoint, no safetensors file and no file of torch.save. Other "
         "formats are read from a local file; download it"
     )
 

@@ -257,7 +257,7 @@ class Pruning(Callback):
             modules: names in the model; None: all linear and convolutional ones.
         """
         if method not in get_args(Method):
-            raise UsageError(f"Pruning: method={method!r} must be one of {get_args(Method)}")
+            raise UsageError(f"Pruning: method={method!r}: choose from {get_args(Method)}")
         _check_amounts(amounts)
         self._amounts = dict(amounts)
         self._method = method

@@ -114,7 +114,7 @@ class SpeedMonitor(_Measuring):
                 raise UsageError(f"SpeedMonitor: {name}={value!r}: must be above zero and finite")
         if len(self._costs) > 1 or bool(self._costs) != (peak_flops is not None):
             raise UsageError(
-                "SpeedMonitor: for speed/mfu give peak_flops, and one of flops_per_sample and "
+                "SpeedMonitor: for speed/mfu give peak_flops, and either flops_per_sample or "
                 "flops_per_token"
             )
         self._peak_flops = peak_flops

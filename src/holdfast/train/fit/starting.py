@@ -263,8 +263,8 @@ class Resuming:
         is_named = self.how not in (*_NEWEST, "never")
         if is_named and self.start is not None:
             raise UsageError(
-                f"resume={self.how!r} and start_from name two checkpoints: one of this root, one "
-                "of another. Leave one of the arguments out"
+                f"resume={self.how!r} and start_from name two checkpoints: one in this root, one "
+                "elsewhere. Leave an argument out"
             )
         if not has_root and (is_named or (self.how == "always" and self.start is None)):
             raise UsageError(f"resume={self.how!r}: this Trainer has no root (checkpoints=None)")

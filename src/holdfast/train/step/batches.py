@@ -190,9 +190,7 @@ class Limits:
                 "of them itself"
             )
         if self.overfit is not None and self.train is not None:
-            raise UsageError(
-                f"limits: overfit={self.overfit} and train={self.train}: give one of the two"
-            )
+            raise UsageError(f"limits: overfit={self.overfit} and train={self.train}: give either")
 
     @property
     def num_steps(self) -> int | None:

@@ -281,8 +281,8 @@ def check_apart(trained: Scores, validated: Iterable[Mapping[str, Any]]) -> None
             metric = given.metric if isinstance(given, Measured) else given
             if id(metric) in of_training and hasattr(metric, "reset"):
                 raise UsageError(
-                    f"validation metrics: {name!r} is the same object as one of the "
-                    "Trainer's metrics: create one for each"
+                    f"validation metrics: {name!r} is also among the Trainer's "
+                    "metrics: create an object for each"
                 )
 
 
@@ -316,7 +316,7 @@ def _score_of(metric: Any, group: Group, where: str, is_saved: bool) -> _Score:
     if not group.is_alone and not callable(getattr(metric, "merge_state", None)):
         raise UsageError(
             f"{where}: {type(metric).__name__} cannot be computed over {group.world_size} ranks: "
-            "give one of torchmetrics, one with merge_state(metrics of other ranks), or a function"
+            "give a metric of torchmetrics, one with merge_state(other metrics), or a function"
         )
     saves = all(callable(getattr(metric, name, None)) for name in ("state_dict", "load_state_dict"))
     if is_saved and not saves:

@@ -44,7 +44,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Name):
-            raise UsageError(f"precision: dtype={self.dtype!r} must be one of {get_args(Name)}")
+            raise UsageError(f"precision: dtype={self.dtype!r}: choose from {get_args(Name)}")
         if not 0 < self.loss_scale < float("inf"):
             raise UsageError(f"precision: loss_scale={self.loss_scale!r} must be above zero")
         if not self.growth_interval >= 1:
@@ -152,7 +152,7 @@ def checked_precision(value: str | int | Precision) -> Precision:
     if isinstance(value, Precision):
         return value
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise UsageError(f"precision={value!r}: must be one of {get_args(Name)} or a Precision")
+        raise UsageError(f"precision={value!r}: choose from {get_args(Name)} or a Precision")
     name = str(value)
     if name in ("bf16-true", "16-true", "64", "64-true"):
         raise UsageError(
@@ -162,8 +162,7 @@ def checked_precision(value: str | int | Precision) -> Precision:
     known = _MEANT.get(name, name)
     if known not in get_args(Name):
         raise UsageError(
-            f"precision={value!r}: must be one of {get_args(Name)}, a Precision, or one of "
-            f"{', '.join(_MEANT)}"
+            f"precision={value!r}: choose from {get_args(Name)}, a Precision, {', '.join(_MEANT)}"
         )
     return Precision(dtype=known)  # type: ignore[arg-type]
 
