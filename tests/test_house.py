@@ -79,7 +79,7 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 113_500, _SMALLER, reason="parts of an index, memory, uploads of hosts"),
+    Limit("lines of src", 113_640, _SMALLER, reason="messages, and claims of hosts' disks"),
     # All but train, bridges, interop, sinks, cli and testing.
     Limit("lines of the core", 66_580, _SMALLER, reason="messages, and claims of hosts' disks"),
     Limit(
