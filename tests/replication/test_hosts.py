@@ -158,14 +158,16 @@ def test_no_manifest_is_put_before_all_hosts_have_sent_and_a_restart_continues(
     assert not sent & made, "what is there is not sent again"
 
 
-def save_without_remote(path: Path, hosts: str, remote: Switch, *steps: int) -> None:
+def save_without_remote(
+    path: Path, hosts: str, remote: Switch, *steps: int, partner: bool = False
+) -> None:
     """Save while the remote tier cannot be reached, so that all is left to be uploaded."""
 
     def work(member: Member, manager: CheckpointManager) -> None:
         remote.error = errors.TransientStoreError("no network")
         saves(*steps, wait=False)(member, manager)
 
-    on_hosts(path, hosts, remote, work, close_timeout_s=0.0)
+    on_hosts(path, hosts, remote, work, partner=partner, close_timeout_s=0.0)
     remote.error = None
 
 
@@ -423,3 +425,41 @@ def test_a_damaged_manifest_is_not_replaced_by_an_abort_marker(tmp_path: Path) -
     found, _ = resume_steps(tmp_path, "ab", MemoryStore("other"))
     assert found == [1, 1]
     assert manifest.read_bytes() == damaged
+
+
+@pytest.mark.parametrize(
+    ("damaged", "step"), [("a", 2), ("ab", 2), ("abd", 1)], ids=["one", "two", "all"]
+)
+def test_a_sound_index_is_found_for_a_host_that_has_none(
+    damaged: str, step: int, tmp_path: Path
+) -> None:
+    remote = Switch()
+    on_hosts(tmp_path, "abd", remote, saves(1), partner=True)
+    save_without_remote(tmp_path, "abd", remote, 2, partner=True)
+    for host in damaged:
+        (path,) = (tmp_path / host).glob("step-00000002*/index.json")
+        data = path.read_bytes()
+        path.unlink()
+        path.write_bytes(data.replace(b"1", b"2"))
+    found, noted = resume_steps(tmp_path, "abcd", remote)
+    assert found == [step] * 4
+    assert not noted[0].of("rejected")
+    texts = [event.message for event in noted[0].of("warning")]
+    for host in damaged:
+        assert any("index.json is damaged" in t and f"/{host}," in t for t in texts), texts
+
+
+def test_a_remote_tier_that_cannot_be_read_now_takes_no_run_back(tmp_path: Path) -> None:
+    remote = Switch()
+    on_hosts(tmp_path, "ab", remote, saves(1, 2))
+    copy_files(tmp_path / "b", tmp_path / "a")
+    for path in (tmp_path / "a").glob("step-00000002*/*-00001.safetensors"):
+        path.unlink()
+    shutil.rmtree(tmp_path / "b")
+    remote.error = errors.TransientStoreError("no network")
+    found, _ = resume_steps(tmp_path, "ac", remote)
+    assert isinstance(found[0], errors.TransientStoreError), found
+    assert "no network" in str(found[0])
+    assert "written by" in str(found[0])
+    remote.error = None
+    assert resume_steps(tmp_path, "ac", remote)[0] == [2, 2]

@@ -387,11 +387,15 @@ class LeaderLoad(_RanksApplying):
     def ask_to_read(self, entry: Entry, options: LoadOptions, *, is_remote: bool) -> Store | None:
         """Let all followers read a candidate, from the same tier; return the own view of it."""
         view, sources = None, None
+        self._refusal, self._has_other_source = None, False
         if self._records is not None:
-            sources = self._records.find_sources(entry, options)
+            known = self._records.num_damaged
+            try:
+                sources = self._records.find_sources(entry, options)
+            finally:
+                self._has_other_source = self._records.num_damaged > known
             view = self._use_sources(entry.folder, entry.manifest, sources)
         self._entry, self._sources = entry, sources
-        self._refusal, self._has_other_source = None, False
         self._announce_note(_Read(entry.folder, is_remote, sources))
         return view
 
@@ -533,8 +537,8 @@ class _LeadingReader(CheckpointSearch):
     def read_candidate(self, entry: Entry, options: LoadOptions) -> LoadCandidate:
         while True:
             is_remote = self.catalog.find_store(entry.folder) is not self.catalog.store
-            self.view = self.loads.ask_to_read(entry, options, is_remote=is_remote)
             try:
+                self.view = self.loads.ask_to_read(entry, options, is_remote=is_remote)
                 return self._read_jointly(entry, options)
             except HoldfastError as error:
                 if not self.loads.has_other_source(error):

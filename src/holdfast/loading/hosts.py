@@ -21,6 +21,8 @@ from holdfast.errors import (
     FormatError,
     NotFound,
     StoreError,
+    TransientStoreError,
+    is_damage,
     listing,
     some_of,
 )
@@ -110,6 +112,8 @@ class HostRecords:
         """The leader's: what each host has."""
         self._damaged: set[tuple[int, str, str]] = set()
         """The leader's: host, folder and name of files that are not as they were written."""
+        self._copied: dict[tuple[str, str], int] = {}
+        """The leader's: by folder and name, the host from which a document of its root came."""
 
     @property
     def hosts(self) -> Hosts:
@@ -305,9 +309,9 @@ class HostRecords:
             for answer in self._rounds.collect_answers():
                 found |= decode_message(answer, dict[str, bytes], "records of a host")
         # Manifests last, so that a root in which this ended half-way has no more than before.
-        for _, key in chain(claims, documents, registers):
+        for host, key in chain(claims, documents, registers):
             if key in found:
-                self._put_record(key, found[key])
+                self._put_record(key, found[key], host)
 
     def _lacking(self) -> tuple[list[tuple[int, str]], ...]:
         """Return (host, key) of claims, registers and documents that the leading root lacks."""
@@ -337,9 +341,10 @@ class HostRecords:
             [(host, key) for key, host in of.items()] for of in (claims, registers, documents)
         )
 
-    def _put_record(self, key: str, data: bytes) -> None:
+    def _put_record(self, key: str, data: bytes, host: int) -> None:
         """Put a record of another host into the leading root; replaces only a damaged one."""
         folder, _, name = key.partition("/")
+        self._copied[folder, name] = host
         self._store.make_folder(folder)
         own = self._listed[0]
         is_bad_register = name == layout.MANIFEST and own.registers.get(folder) == "damaged"
@@ -356,6 +361,11 @@ class HostRecords:
             own.registers[folder] = self._state_of(folder)
 
     # Sources of a candidate
+
+    @property
+    def num_damaged(self) -> int:
+        """Number of copies that are known to be damaged, and are not used."""
+        return len(self._damaged)
 
     def find_sources(self, entry: Entry, options: LoadOptions) -> FileSources:
         """In the leader: say from where all ranks read the files of a checkpoint.
@@ -390,23 +400,33 @@ class HostRecords:
         )
 
     def _expect_remote(self, entry: Entry, names: Sequence[str]) -> None:
-        """Raise `LostHost` unless the remote tier has these files, as far as is known."""
+        """Raise `LostHost` unless the remote tier has these files, as far as is known.
+
+        If it cannot be read now, the error is no `LostHost`: the run must not go back for that.
+        """
         folder, remote = entry.folder, self._catalog.remote
         try:
             found = remote.read(folder)
             why = "is not there"
         except (FormatError, StoreError) as error:
+            if not is_damage(error):
+                raise TransientStoreError(
+                    self._explain_lost(entry, names, f"cannot be read now: {error}")
+                ) from error
             found, why = None, f"cannot be read: {error}"
         is_same = isinstance(found, Manifest) and found.save_id == entry.manifest.save_id
         lost = [n for n in names if not is_same or (_REMOTE, folder, n) in self._damaged]
         if not lost:
             return
+        raise LostHost(self._explain_lost(entry, lost, why))
+
+    def _explain_lost(self, entry: Entry, lost: Sequence[str], why: str) -> str:
         wrote = {n: host for host, of_host in entry.manifest.hosts.items() for n in of_host}
         lines = [f"{name}, written by {wrote.get(name, 'the leader')}" for name in lost]
-        raise LostHost(
-            f"{folder}: no host of this run ({some_of(self.hosts.names)}) has {len(lost)} of its "
-            f"files, and the checkpoint {why} in {remote.store.url}. To use it, start the run "
-            "with the disk of the host that wrote them:\n" + listing(lines)
+        return (
+            f"{entry.folder}: no host of this run ({some_of(self.hosts.names)}) has {len(lost)} of "
+            f"its files, and the checkpoint {why} in {self._catalog.remote.store.url}. To use it, "
+            "start the run with the disk of the host that wrote them:\n" + listing(lines)
         )
 
     def _documents(
@@ -432,12 +452,16 @@ class HostRecords:
         file, key = entry.manifest.files[name], f"{entry.folder}/{name}"
         is_here = 0 in sources.hosts_of(name)
         store = self._store if is_here else self._catalog.remote.store
-        data = store.get_whole(key, max_nbytes=file.stored_nbytes, afresh=True)
-        if file.stored is None:
-            digests = blocks.digest_blocks(data, entry.manifest.block_nbytes)
-            if blocks.file_digest(len(data), digests) != file.digest:
+        try:
+            data = store.get_whole(key, max_nbytes=file.stored_nbytes, afresh=True)
+            if file.stored is None:
+                digests = blocks.digest_blocks(data, entry.manifest.block_nbytes)
+                if blocks.file_digest(len(data), digests) != file.digest:
+                    raise CorruptData(f"{store.url}/{key}: it is not what was written")
+        except (CorruptData, StoreError) as error:
+            if is_damage(error):
                 self.note_damage([(0 if is_here else _REMOTE, entry.folder, name)])
-                raise CorruptData(f"{store.url}/{key}: it is not what was written")
+            raise
         return data
 
     def list_lost(self, entry: Entry) -> list[str]:
@@ -460,14 +484,18 @@ class HostRecords:
     ) -> bool:
         """In the leader: use copies that a rank found damaged no more; False without a new one."""
         own = self.hosts.of_rank[rank]
-        is_own = {name: own in sources.hosts_of(name) or name == layout.MANIFEST for name in names}
-        return self.note_damage(
-            [(own if is_own[name] else _REMOTE, folder, name) for name in names]
-        )
+        found: list[tuple[int, str, str]] = []
+        for name in names:
+            hosts = sources.hosts_of(name)
+            is_own = own in hosts or name == layout.MANIFEST
+            is_sent = name in sources.documents and 0 in hosts  # as the leader has it
+            found.append((own if is_own else 0 if is_sent else _REMOTE, folder, name))
+        return self.note_damage(found)
 
     def note_damage(self, found: Sequence[tuple[int, str, str]]) -> bool:
         """Note damaged files, and warn of them; return whether one was not known."""
-        fresh = [one for one in found if one not in self._damaged]
+        copied = {(self._copied.get(one[1:], 0), *one[1:]) for one in found if one[0] == 0}
+        fresh = [one for one in {*found, *copied} if one not in self._damaged]
         for host, folder, name in fresh:
             where = self._catalog.remote.store.url if host == _REMOTE else self.hosts.names[host]
             text = f"{folder}/{name} is damaged or missing on {where}, and read from elsewhere"
@@ -510,18 +538,23 @@ class HostView(WrappedStore):
         self._own = own
         self.suspects: set[str] = set()
         """Names of files that were read and are damaged, or may be."""
+        self._sent = {
+            name: document
+            for name, document in sources.documents.items()
+            if own not in sources.hosts_of(name)
+        }
 
     def is_own(self, name: str) -> bool:
-        """Whether this rank's host has a file of the checkpoint."""
-        return name in self._sources.documents or self._own in self._sources.hosts_of(name)
+        """Whether this rank needs no other one to read a file of the checkpoint."""
+        return name in self._sent or self._own in self._sources.hosts_of(name)
 
     @override
     def head(self, key: str) -> ObjectInfo:
         name = self._name_of(key)
         if name is None:
             return self.inner.head(key)
-        if name in self._sources.documents:
-            return ObjectInfo(key, len(self._sources.documents[name]))
+        if name in self._sent:
+            return ObjectInfo(key, len(self._sent[name]))
         if not self.is_own(name) and self._sources.hosts_of(name):
             return ObjectInfo(key, self._nbytes[name])
         with self._suspecting(name):
@@ -535,7 +568,7 @@ class HostView(WrappedStore):
         name = self._name_of(key)
         if name is None:
             return self.inner.get(key, start, nbytes)
-        document = self._sources.documents.get(name)
+        document = self._sent.get(name)
         if document is not None:
             return document[start:] if nbytes is None else document[start : start + nbytes]
         with self._suspecting(name):
@@ -547,7 +580,7 @@ class HostView(WrappedStore):
     ) -> None:
         """Read from the source of the file; with `afresh`, its last bytes were not right."""
         name = self._name_of(key)
-        if name is None or name in self._sources.documents:
+        if name is None or name in self._sent:
             super().read_into(key, start, buffer, seen=seen, afresh=afresh)
             return
         if afresh:
