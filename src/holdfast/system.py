@@ -41,6 +41,8 @@ _CALL_NBYTES = 1 << 30
 """Most bytes of one read or write: macOS refuses 2 GiB and more."""
 _NO_FULL_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOTTY, errno.ENOSYS})
 """Errors by which a file system of macOS, such as a network's, says that it lacks F_FULLFSYNC."""
+_RESERVED_NBYTES = 4 << 20
+"""Bytes of shared memory that are reserved in one call, within about a millisecond."""
 _WIPE_ON_FORK = 18
 """Linux's MADV_WIPEONFORK, for which Python has no name."""
 _seeking = threading.Lock()
@@ -103,8 +105,11 @@ def private_memory(nbytes: int, *, is_wiped_on_fork: bool = False) -> mmap.mmap:
 def map_reserved(fd: int, nbytes: int) -> mmap.mmap:
     """Reserve the memory of a file in shared memory, and map it. Not on macOS and Windows."""
     try:
-        # A write to a page that the kernel cannot provide would kill the process.
-        os.posix_fallocate(fd, 0, nbytes)  # type: ignore[attr-defined, unused-ignore]
+        # A write to a page that the kernel cannot provide would kill the process. In pieces, as
+        # before Linux 6.11 a signal undoes the whole call: with a timer it would never end.
+        for start in range(0, nbytes, _RESERVED_NBYTES):
+            piece = min(nbytes - start, _RESERVED_NBYTES)
+            os.posix_fallocate(fd, start, piece)  # type: ignore[attr-defined, unused-ignore]
         return mmap.mmap(fd, nbytes)
     except (OSError, OverflowError) as error:
         raise OutOfMemory(f"{nbytes} bytes of shared memory cannot be reserved: {error}") from error

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import warm
-from holdfast.errors import CommitConflict
+from holdfast.errors import CommitConflict, StoreError
 from holdfast.format.manifest import Manifest
 from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.verify import verify
@@ -224,15 +224,45 @@ def test_a_failed_save_is_not_finished(folder: SharedFolder, tmp_path: Path) -> 
     assert [entry.step for entry in entries_of(root)] == [2, 1]
 
 
-def test_a_living_process_keeps_its_save(
+def test_a_living_process_keeps_its_save_which_is_finished_once_it_is_dead(
     folder: SharedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "run"
     train(folder, root, until=9, at=KEPT + 1, die="before the manifest")
-    monkeypatch.setattr(finish_module, "_DEAD_S", 0.0)
-    monkeypatch.setattr(finish_module, "liveness", lambda process: "alive")
-    assert "not proven dead" in finish(folder)
+    with monkeypatch.context() as living:
+        living.setattr(finish_module, "_DEAD_S", 0.0)
+        living.setattr(finish_module, "liveness", lambda process: "alive")
+        assert "not proven dead" in finish(folder)
+        assert [entry.step for entry in entries_of(root)] == [2, 1]
+    assert "finished" in finish(folder)
+    assert [entry.step for entry in entries_of(root)] == [3, 2, 1]
+
+
+def test_after_an_error_of_the_store_it_is_tried_again(
+    folder: SharedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    train(folder, root, until=9, at=KEPT + 1, die="before the manifest")
+    with monkeypatch.context() as failing:
+        failing.setattr(save_module, "commit", _fail)
+        assert "was not finished: the disk is full" in finish(folder)
     assert [entry.step for entry in entries_of(root)] == [2, 1]
+    assert "finished" in finish(folder)
+    assert [entry.step for entry in entries_of(root)] == [3, 2, 1]
+
+
+def _fail(*_: Any) -> None:
+    raise StoreError("the disk is full")
+
+
+def test_a_training_in_another_root_leaves_it_to_be_finished(
+    folder: SharedFolder, tmp_path: Path
+) -> None:
+    """As an evaluation that the command of `holdfast run` starts afterwards."""
+    train(folder, tmp_path / "run", until=9, at=KEPT + 1, die="before the manifest")
+    train(folder, tmp_path / "other", until=1)
+    assert "finished" in finish(folder)
+    assert [entry.step for entry in entries_of(tmp_path / "run")] == [3, 2, 1]
 
 
 def test_it_is_compressed_as_the_training_would_have(folder: SharedFolder, tmp_path: Path) -> None:

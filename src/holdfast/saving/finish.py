@@ -14,7 +14,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.errors import CorruptData, FormatError, HoldfastError, SealError
+from holdfast.errors import CorruptData, FormatError, HoldfastError, SealError, StoreError
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.manifest import Aborted
@@ -61,16 +61,29 @@ class _NotFinished(Exception):
 def finish_saves(folder: SharedFolder, say: Say) -> None:
     """Finish the saves that dead processes have staged whole; `say` why one is left alone."""
     for ranks in _saves_in(folder, say):
+        if all(rank.folder.is_settled for rank in ranks):
+            continue
         records = [rank.record for rank in ranks]
         request = records[0].request
         what = f"the save of step {request.timestamp.step} that the training had staged"
+        try:
+            _expect_dead(ranks)
+        except _NotFinished as why:
+            say(f"{what} is left alone: {why}")
+            continue  # those processes may still end it, or stage the next
         try:
             if not any(rank.folder.is_settled for rank in ranks):
                 found = _finish_save(ranks)
                 say(f"finished {what}: {records[0].root}/{found}")
         except _NotFinished as why:
             say(f"{what} is left alone: {why}")
-        except (HoldfastError, OSError) as error:
+        except (StoreError, OSError) as error:
+            say(
+                f"{what} was not finished: {error}. It is tried again if the next training ends "
+                "before it has claimed the run"
+            )
+            continue
+        except HoldfastError as error:
             say(f"{what} was not finished: {error}")
         for rank in ranks:
             rank.folder.settle()
@@ -104,7 +117,6 @@ def _finish_save(ranks: Sequence[DeadRank]) -> str:
         raise _NotFinished(
             f"{len(ranks)} of {world_size} ranks had staged it whole on this host; all have to"
         )
-    _expect_dead(ranks)
     store = LocalStore(first.root)
     sequence = _next_sequence(store, first)
     claim = first.request.claim

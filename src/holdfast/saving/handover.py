@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,10 +23,16 @@ from holdfast.launched import memory_folder
 from holdfast.loading.staged_blocks import is_ended
 from holdfast.ownership.process import this_process
 from holdfast.saving.participants import SaveParticipant
-from holdfast.saving.save import SaveRequest, StagedRecord
+from holdfast.saving.save import STAGED_RECORDS, SaveRequest, StagedRecord
 from holdfast.staging.arena import FileImage
 from holdfast.staging.interfaces import Staged
-from holdfast.staging.shared import SharedArena, SharedFolder, StagingFolder
+from holdfast.staging.shared import (
+    STAGED,
+    SharedArena,
+    SharedFolder,
+    StagingFolder,
+    read_record,
+)
 from holdfast.staging.stage import MakeFile, Stager
 from holdfast.state.capture.capture import Captured
 from holdfast.state.components import CapturedComponent
@@ -43,9 +50,10 @@ class SharedImage(FileImage):
 
     @override
     def digest_block(self, number: int) -> bytes:
-        is_new = self.digests[number] is None
+        digests = self.digests
+        is_new = digests[number] is None
         digest = super().digest_block(number)
-        if is_new:
+        if is_new and digests is self.digests:  # else a failed save's, of bytes that have changed
             self._shared.note_digest(number, digest)
         return digest
 
@@ -205,9 +213,16 @@ class SharedStager(Stager):
     def _make_own_folder(self) -> StagingFolder:
         """Make this manager's folder, in place of those that nobody needs any more."""
         for folder in self._shared.staging_folders():
-            if is_ended(folder):
+            if is_ended(folder) and not self._may_be_finished(folder):
                 folder.remove()
         return StagingFolder.make_below(self._shared.path, this_process())
+
+    def _may_be_finished(self, folder: StagingFolder) -> bool:
+        """Whether an ended folder has a save of another run, which this one has not claimed."""
+        with suppress(OSError, CorruptData):
+            root = read_record(folder.path / STAGED, STAGED_RECORDS).root
+            return root not in ("", self._root)
+        return False
 
     def _drop_unused(self) -> None:
         if self._own is not None:

@@ -33,8 +33,8 @@ SUPERVISOR = "supervisor"
 STAGED = "staged"
 SETTLED = "settled"
 _OWNER, _CLOSED, _LOCK = "process", "closed", "lock"
-_ARENA, _DIGESTS, _LAYOUT = ".arena", ".digests", ".layout"
-_SUBFOLDER = re.compile(r"m[0-9]+-[0-9]+")
+_ARENA, _DIGESTS, _LAYOUT, _NEW = ".arena", ".digests", ".layout", ".new"
+_SUBFOLDER = re.compile(r"m[0-9]+-[0-9a-f]{16}")
 _UNKNOWN = bytes(DIGEST_NBYTES)
 FINISH_S = 600.0
 """Longest time to finish the saves of a dead training, in seconds."""
@@ -58,7 +58,7 @@ _LAYOUTS = msgspec.msgpack.Decoder(TensorFile)
 def write_record(path: Path, record: msgspec.Struct) -> None:
     """Write a record with its digest; it appears whole or not at all."""
     data = msgspec.msgpack.encode(record)
-    aside = path.with_name(f"{path.name}.new")
+    aside = path.with_name(f"{path.name}{_NEW}")
     aside.write_bytes(blake3(data).digest() + data)
     aside.replace(path)
 
@@ -72,6 +72,13 @@ def read_record(path: Path, decoder: msgspec.msgpack.Decoder[T]) -> T:
         return decoder.decode(data[DIGEST_NBYTES:])
     except msgspec.MsgspecError as error:
         raise CorruptData(f"{path}: {error}") from error
+
+
+def _names_in(folder: Path) -> list[str]:
+    """List the names in a folder, sorted; none if another process has removed it."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(os.listdir(folder))
+    return []
 
 
 class SharedArena:
@@ -120,14 +127,11 @@ class StagingFolder:
     @classmethod
     def make_below(cls, root: Path, process: Process) -> StagingFolder:
         """Make the folder of a manager of this process."""
-        number = 0
-        while True:
-            with suppress(FileExistsError):
-                path = root / f"m{process.pid}-{number}"
-                path.mkdir(mode=0o700)
-                write_record(path / _OWNER, process)
-                return cls(path)
-            number += 1
+        # A new name: another process may still be removing an earlier folder.
+        path = root / f"m{process.pid}-{os.urandom(8).hex()}"
+        path.mkdir(mode=0o700)
+        write_record(path / _OWNER, process)
+        return cls(path)
 
     @property
     def process(self) -> Process | None:
@@ -178,12 +182,20 @@ class StagingFolder:
 
     def arena_names(self) -> list[str]:
         """List the names of the tensor files that have arenas."""
-        found = (path.name for path in self.path.glob(f"*{_ARENA}"))
-        return sorted(name.removesuffix(_ARENA) for name in found)
+        return [one.removesuffix(_ARENA) for one in _names_in(self.path) if one.endswith(_ARENA)]
 
     def arena_path(self, name: str) -> Path:
         """Return the path of the memory of a tensor file."""
         return self.path / f"{name}{_ARENA}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arenas; another process may be removing them."""
+        total = 0
+        for name in self.arena_names():
+            with suppress(FileNotFoundError):
+                total += self.arena_path(name).stat().st_size
+        return total
 
     def read_digests(self, name: str) -> list[bytes | None]:
         """Return the recorded digests of the blocks of a file; None where one is not known."""
@@ -201,10 +213,11 @@ class StagingFolder:
     def remove(self) -> None:
         """Remove the folder, and what Holdfast has written into it."""
         self.withdraw()
-        for name in self.arena_names():
-            self.drop_arena(name)
+        for name in _names_in(self.path):
+            if name.endswith((_ARENA, _DIGESTS, _LAYOUT, _NEW)):
+                (self.path / name).unlink(missing_ok=True)
         # The owner last: without it the folder is nobody's.
-        for name in (*(f"{n}.new" for n in (STAGED, _OWNER)), _CLOSED, _OWNER):
+        for name in (_CLOSED, _OWNER):
             (self.path / name).unlink(missing_ok=True)
         with suppress(OSError):  # something else is in it
             self.path.rmdir()
@@ -223,16 +236,14 @@ class SharedFolder:
 
     def staging_folders(self) -> list[StagingFolder]:
         """List the subfolders of managers."""
-        with suppress(OSError):
-            names = sorted(os.listdir(self.path))
-            return [StagingFolder(self.path / one) for one in names if _SUBFOLDER.fullmatch(one)]
-        return []
+        found = (one for one in _names_in(self.path) if _SUBFOLDER.fullmatch(one))
+        return [StagingFolder(self.path / one) for one in found]
 
     def reserve(self, folder: StagingFolder, file: TensorFile) -> SharedArena:
         """Reserve an arena within the budget; `OutOfMemory` if it does not fit."""
         budget = self.supervisor.budget_nbytes
         with self._locked():
-            used = sum(path.stat().st_size for path in self.path.glob(f"*/*{_ARENA}"))
+            used = sum(one.nbytes for one in self.staging_folders())
             if used + file.nbytes > budget:
                 raise OutOfMemory(
                     f"at least {used + file.nbytes:,} bytes are needed, more than its {budget:,}"
@@ -249,7 +260,7 @@ class SharedFolder:
         """Remove the folder, and what Holdfast has written into it."""
         for folder in self.staging_folders():
             folder.remove()
-        for name in (_LOCK, f"{SUPERVISOR}.new", SUPERVISOR):
+        for name in (_LOCK, f"{SUPERVISOR}{_NEW}", SUPERVISOR):
             (self.path / name).unlink(missing_ok=True)
         with suppress(OSError):
             self.path.rmdir()
