@@ -27,7 +27,7 @@ from holdfast.root.commit import mark_aborted
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
-from holdfast.testing.faulty import FaultyStore
+from holdfast.testing.faulty import Fault, FaultyStore
 from tiers import Noted, Switch, steps_in, without_backoff
 
 Work = Callable[[Member, CheckpointManager], None]
@@ -463,3 +463,35 @@ def test_a_remote_tier_that_cannot_be_read_now_takes_no_run_back(tmp_path: Path)
     assert "written by" in str(found[0])
     remote.error = None
     assert resume_steps(tmp_path, "ac", remote)[0] == [2, 2]
+
+
+def test_disks_that_hosts_have_exchanged_are_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of pods with the names of before, on other nodes."""
+    monkeypatch.setattr("holdfast.replication.upload.COPIES_QUIET_S", 0.5)
+    remote = Switch()
+    save_without_remote(tmp_path, "abc", remote, 1)
+    for now, before in (("d", "b"), ("b", "c"), ("c", "d")):
+        (tmp_path / before).rename(tmp_path / now)
+    expect_calm(on_hosts(tmp_path, "abc", remote, resumes))
+    assert steps_in(remote) == [1]
+
+
+def test_copies_are_sent_although_the_host_cannot_send_its_own_files_or_look_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_backoff(monkeypatch)
+    monkeypatch.setattr("holdfast.replication.upload.COPIES_QUIET_S", 0.5)
+    remote = Switch()
+    save_without_remote(tmp_path, "abc", remote, 1)
+    copy_files(tmp_path / "b", tmp_path / "c")
+    copy_files(tmp_path / "c", tmp_path / "b")
+    flip(tmp_path / "b")
+    for path in (tmp_path / "c").glob("step*/noise-00002.safetensors"):
+        path.unlink()
+        path.write_bytes(b"damaged")
+    list_once = Fault(kind="fail", op="list", key="step*", at=2)
+    views = [remote, remote, FaultyStore(remote, [list_once])]
+    on_hosts(tmp_path, "abc", views, resumes)
+    assert steps_in(remote) == [1]

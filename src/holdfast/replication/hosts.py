@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from holdfast.errors import (
     CommitConflict,
-    CorruptData,
     FormatError,
     HoldfastError,
     NoCheckpoint,
@@ -42,12 +41,7 @@ from holdfast.ownership.tiered_options import TieredOptions
 from holdfast.ranks.coordinator import GRACE_S, Coordinator, Watch, decode_message
 from holdfast.ranks.hosts import Hosts
 from holdfast.replication import upload
-from holdfast.replication.upload import (
-    HostNames,
-    UploadInterrupted,
-    describe_files,
-    list_sizes,
-)
+from holdfast.replication.upload import HostNames, UploadInterrupted, list_sizes
 from holdfast.replication.upload_thread import LOOK_S, UploadThread
 from holdfast.root.byte_ranges import read_listing
 from holdfast.root.catalog import Catalog, Entry
@@ -520,9 +514,13 @@ class HostUploads(UploadThread):
                 self._wake()
             return
         check_ownership(self._remote, claim.epoch, committed=None)
-        while self._sendable and not self._background.is_stopping:
+        tried: set[str] = set()  # once a round, so that those that fail delay no copies
+        while left := [name for name in self._sendable if name not in tried]:
+            if self._background.is_stopping:
+                return
             tries, limit = self._tries, self._options.tries
-            folder = min(self._sendable, key=lambda name: tries[name] // limit)
+            folder = min(left, key=lambda name: tries[name] // limit)
+            tried.add(folder)
             self._tries[folder] += 1
             self._send_own(folder)
         self._watch_copies()
@@ -553,13 +551,11 @@ class HostUploads(UploadThread):
         here = self._sender.find_files(folder, entry.manifest)
         try:
             cost = self._sender.upload_files(folder, here.own)
-            if here.lost:
-                lost = describe_files(entry.manifest, here.lost)
-                raise CorruptData(f"{self._local.url}/{folder} lacks {lost}")
         except NoCheckpoint:
             self._sent.add(folder)  # it was deleted there
             return
         except (CommitConflict, FormatError) as error:
+            self._note_copies(folder, here.copies)
             self._refused.add(folder)
             self._refuse_upload(entry, error)
             return
@@ -567,36 +563,44 @@ class HostUploads(UploadThread):
             self._note(entry, "waiting")
             raise
         except Exception as error:  # noqa: BLE001 - it is logged and retried
+            self._note_copies(folder, here.copies)
             self._handle_upload_failure(error, entry)
             return
+        self._note_copies(folder, here.copies)
         with self._changed:
             self._sent.add(folder)
-            if here.copies:
-                self._copies[folder] = frozenset(here.copies), time.monotonic()
         self._count_success()
         self._note(entry, "sending", sent_nbytes=cost.nbytes)
+
+    def _note_copies(self, folder: str, copies: Set[str]) -> None:
+        if copies:
+            self._copies.setdefault(folder, (frozenset(copies), time.monotonic()))
 
     def _watch_copies(self) -> None:
         """Send copies of other hosts' files, if those hosts do not, until there are new orders."""
         pause_s = LOOK_S
-        while self._copies and not self._is_woken and not self._background.is_stopping:
+        while self._copies and not self._background.is_stopping:
             for folder in [*self._copies]:
                 self._look_after_copies(folder)
+            if self._is_woken:
+                return
             self._sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def _look_after_copies(self, folder: str) -> None:
-        lacking, changed_s = self._copies.pop(folder)
-        if folder not in self._ordered or read_listing(self._remote, folder) is not None:
-            return  # committed there, or not wanted
-        left = lacking.difference(list_sizes(self._remote, folder))
+        lacking, changed_s = self._copies[folder]
+        left: frozenset[str] = frozenset()
+        if folder in self._ordered and read_listing(self._remote, folder) is None:
+            left = lacking.difference(list_sizes(self._remote, folder))
         if len(left) < len(lacking):
             changed_s = time.monotonic()
         elif time.monotonic() - changed_s >= upload.COPIES_QUIET_S:
             self._sender.upload_files(folder, left)
-            return
+            left = frozenset()
         if left:
             self._copies[folder] = left, changed_s
+        else:  # committed there, sent, or not wanted
+            del self._copies[folder]
 
     # Notes on disk
 

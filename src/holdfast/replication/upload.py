@@ -115,8 +115,6 @@ class FilesHere:
     """Files to send: those that no other host of the run sends."""
     copies: Set[str] = frozenset()
     """Copies of files that another host sends."""
-    lost: Set[str] = frozenset()
-    """Files that this host wrote and has no more."""
 
 
 class Sender:
@@ -273,7 +271,6 @@ class Sender:
         return FilesHere(
             own=here - others if hosts.is_leading else here & of_hosts - others,
             copies=here & others,
-            lost={*listing.hosts.get(hosts.own, ())} - here,
         )
 
     def _send_missing(
