@@ -40,7 +40,7 @@ from bench.peers import PEERS
 from bench.report import percent, results_table, seconds, times
 from bench.results import Figures, Results
 from bench.states import State, StateSpec, build
-from holdfast.cli.memory import StagingMemory
+from holdfast.cli.run import StagingMemory
 from holdfast.launched import MEMORY
 
 GIVEN_BACK_S = 5.0

@@ -18,8 +18,8 @@ from tests.cli.roots import Result
 
 import warm
 from children import environment
-from holdfast.cli import memory as memory_module
-from holdfast.cli.memory import StagingMemory, remove_stale_folders
+from holdfast.cli import run as run_module
+from holdfast.cli.run import StagingMemory, remove_stale_folders
 from holdfast.maintenance.verify import verify
 from holdfast.ownership.process import liveness, this_process
 from holdfast.root.catalog import Catalog
@@ -34,7 +34,7 @@ DEADLINE_S = 120
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place in which no other test has folders, for what this process does there."""
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(memory_module, "PLACE", tmp_path / "shm")
+    monkeypatch.setattr(run_module, "PLACE", tmp_path / "shm")
     return tmp_path / "shm"
 
 
@@ -91,7 +91,7 @@ def test_a_training_outlives_its_killed_supervisor_whose_folder_the_next_removes
         (folder,) = left_by(running.pid)
         running.kill()
         running.wait(DEADLINE_S)
-        monkeypatch.setattr(memory_module, "PLACE", Path("/dev/shm"))
+        monkeypatch.setattr(run_module, "PLACE", Path("/dev/shm"))
         remove_stale_folders()
         assert folder.exists()  # the training is alive
         (tmp_path / "go").touch()

@@ -18,8 +18,7 @@ from tests.cli.test_run import _signals_are_not_ignored as _signals_are_not_igno
 
 from holdfast.cli.output import Code
 from holdfast.cli.proving.findings import RunDifference, What, compare_runs
-from holdfast.cli.proving.record import CheckpointRecord
-from holdfast.cli.proving.runs import RunResult, plan_kills
+from holdfast.cli.proving.runs import CheckpointRecord, RunResult, plan_kills
 from holdfast.cli.supervisor import ChildProcess
 from holdfast.errors import CorruptData, StoreError
 from holdfast.manager import CheckpointManager

@@ -24,7 +24,7 @@ from torch.utils.data import (
 
 from data.test_loader import Augmented, assert_same, collate_with_noise, global_state
 from holdfast.data import Buckets, DataRanks, Loader, Mixture, Weighted
-from holdfast.data.permutation import Permutation
+from holdfast.data.randomness import Permutation
 from holdfast.errors import UsageError
 
 LENGTHS = [1 + 7 * index % 13 for index in range(22)]

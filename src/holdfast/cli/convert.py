@@ -414,7 +414,7 @@ def _loading(output: str, components: Sequence[str], names: Collection[str]) -> 
 
 def _loading_adapters(out: Path, files: Sequence[str]) -> str:
     """Return the lines of Python that load the adapters of a folder."""
-    from holdfast.interop.exporting.adapter import DEFAULT, WEIGHTS
+    from holdfast.interop.exporting.merging import DEFAULT, WEIGHTS
 
     folders = [Path(name).parent for name in files if name.endswith(WEIGHTS)]
     (first, name), *others = [(str(out / one), one.name or DEFAULT) for one in folders]

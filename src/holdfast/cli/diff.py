@@ -15,8 +15,7 @@ from holdfast.cli.output import Answer, Code, TextTable, number, one_line, progr
 from holdfast.cli.sources import limited, open_named
 from holdfast.errors import UsageError
 from holdfast.interop.comparing.differences import NotCompared, SourceDifference, compare_sources
-from holdfast.interop.comparing.pairs import TensorDifference
-from holdfast.interop.comparing.trees import GeneratorDifference, ValueDifference
+from holdfast.interop.comparing.pairs import GeneratorDifference, TensorDifference, ValueDifference
 
 MAX_ROWS = 50
 """Most lines of each table for people; JSON has all."""

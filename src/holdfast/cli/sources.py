@@ -52,7 +52,7 @@ def limited(*arguments: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
             foreign = [text for name in arguments for text in _texts(given[name])]
             foreign = [text for text in foreign if is_foreign(text)]
             if trust:
-                from holdfast.interop.pickles.budget import trusting
+                from holdfast.interop.pickles.values import trusting
 
                 with trusting():
                     return function(**given)

@@ -26,8 +26,7 @@ from holdfast.cli.sources import (
 )
 from holdfast.errors import UsageError
 from holdfast.format.nodes import ArrayRef, GeneratorState, SubclassRef, TensorRef
-from holdfast.interop.comparing.pairs import describe_spec
-from holdfast.interop.comparing.trees import format_value
+from holdfast.interop.comparing.pairs import describe_spec, format_value
 from holdfast.interop.lazy import LazyTensor
 from holdfast.interop.source import LeftOut, Source, SourceComponent, lost_parameters
 

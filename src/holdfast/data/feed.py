@@ -1,26 +1,91 @@
-"""Base class of `Loader` and `Stream`: epochs, one iterator at a time, torch's DataLoader."""
+"""Base class of `Loader` and `Stream`: epochs, one iterator at a time, torch's DataLoader.
+
+The position counts batches that were taken. A wrapper that holds one in hand has taken it too soon,
+and an evaluation takes batches on which nothing is trained: `Taking` detects both.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import FrameType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
-from holdfast.data import identity
 from holdfast.data.options import check_whole
-from holdfast.data.position import STEPS
+from holdfast.data.position import STEPS, describe_dataset
 from holdfast.data.ranks import ALONE, DataRanks, HasRank, check_group, data_ranks
-from holdfast.data.taking import Taking
 from holdfast.data.workers import begin_worker
 from holdfast.errors import UsageError
+
+
+class Taking:
+    """Counts the batches that were taken since the position was loaded, and records the caller."""
+
+    def __init__(self) -> None:
+        self.num_taken = 0
+        self.num_evaluated = 0
+        """Batches taken with gradients switched off, after others with them."""
+        self.is_interrupted = False
+        """Whether an iterator was left before its end."""
+        self.has_begun = False
+        """Whether any batch was asked for."""
+        self._is_open = False
+        self._caller: tuple[int, object] | None = None
+        """Id and code of the frame that has asked for the last batch."""
+        self._thread: int | None = None
+        """Thread of that frame."""
+
+    def start_iteration(self) -> None:
+        """Record that a new iterator starts."""
+        self.has_begun = True
+        self.is_interrupted = self.is_interrupted or self._is_open
+        self._is_open = False
+
+    def count_batch(self) -> None:
+        """Count a batch and record its caller; call it from the generator that yields the batch."""
+        self._is_open = True
+        if torch.is_grad_enabled():
+            self.num_taken += 1
+        elif self.num_taken:
+            self.num_evaluated += 1
+        frame = sys._getframe(1)
+        while frame.f_back is not None and _is_of_data(frame):
+            frame = frame.f_back
+        self._caller, self._thread = (id(frame), frame.f_code), threading.get_ident()
+
+    def finish_iteration(self) -> None:
+        """Record that an iterator is exhausted."""
+        self._is_open = False
+
+    @property
+    def is_by_other_thread(self) -> bool:
+        """Whether the last batch was taken in another thread than the current one."""
+        return self._thread not in (None, threading.get_ident())
+
+    @property
+    def is_by_loop(self) -> bool:
+        """Whether the loop, on the current stack, took the last batch itself, and no wrapper."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if (id(frame), frame.f_code) == self._caller:
+                return True
+            frame = frame.f_back
+        return False
+
+
+def _is_of_data(frame: FrameType) -> bool:
+    """Whether a frame runs code of `holdfast.data`; code run by `exec` may have no `__name__`."""
+    return str(frame.f_globals.get("__name__", "")).startswith(__package__)
+
 
 logger = logging.getLogger("holdfast")
 T = TypeVar("T")
@@ -96,7 +161,7 @@ class Feed(ABC):
         self._follows_group, self._has_warned = ranks == "group", False
         self._has_warned_of_thread = False
         self._given = data
-        self._data, self._fingerprint = identity.describe_dataset(data), fingerprint
+        self._data, self._fingerprint = describe_dataset(data), fingerprint
         self._seed, self._epoch, self._batch = seed, 0, 0
         self._num_own: int | None = None
         self._num_steps: int | None = 0

@@ -29,7 +29,7 @@ from holdfast.data.options import (
     check_options,
     check_whole,
 )
-from holdfast.data.permutation import Permutation
+from holdfast.data.randomness import Permutation
 from holdfast.data.ranks import HasRank
 from holdfast.data.workers import kill_at_exit
 from holdfast.errors import UsageError, listing

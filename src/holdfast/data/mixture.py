@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast.arguments import shown
 from holdfast.data import randomness
-from holdfast.data.permutation import Permutation
+from holdfast.data.randomness import Permutation
 from holdfast.errors import UsageError
 
 _COMPUTED_ABOVE = 2**16

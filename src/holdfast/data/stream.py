@@ -20,8 +20,9 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from typing_extensions import override
 
 from holdfast.arguments import check_arguments, shown
-from holdfast.data import identity, position, randomness
+from holdfast.data import position, randomness
 from holdfast.data.feed import Feed, Reached, torch_loader
+from holdfast.data.position import changes_of_identity
 from holdfast.data.ranks import DataRanks, HasRank
 from holdfast.data.workers import kill_at_exit
 from holdfast.errors import UsageError, listing
@@ -207,7 +208,7 @@ class Stream(Feed):
         notes = []
         if state["epoch"] or state["batch"]:
             notes = position.changes_of_version(state)
-            notes += identity.changes(state, self._data, self._fingerprint)
+            notes += changes_of_identity(state, self._data, self._fingerprint)
         differing = [name for name in self._settings if state[name] != self._settings[name]]
         fresh: list[_Place | None] = [None] * len(self._workers)
         if state["at_end"] or not state["batch"]:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from holdfast.errors import FormatError, NoCheckpoint, StoreError
-from holdfast.interop.pickles.budget import trusting
+from holdfast.interop.pickles.values import trusting
 from holdfast.interop.source import Source
 from holdfast.interop.sources import (
     cerebras,

@@ -15,8 +15,7 @@ from holdfast import CheckpointManager
 from holdfast.errors import UsageError
 from holdfast.interop import reading
 from holdfast.interop.comparing.differences import SourceDifference, compare_sources
-from holdfast.interop.comparing.pairs import TensorDifference
-from holdfast.interop.comparing.trees import differences
+from holdfast.interop.comparing.pairs import TensorDifference, differences
 from holdfast.interop.opening import open_source
 
 

@@ -37,7 +37,8 @@ from tests.interop.hostile.cases import Case, bombs, cases
 from holdfast.errors import HoldfastError
 from holdfast.format.objects import document
 from holdfast.interop.opening import open_source
-from holdfast.interop.pickles import budget, machine, names
+from holdfast.interop.pickles import machine, names
+from holdfast.interop.pickles.values import PickleBudget
 from holdfast.interop.reading import read_pieces
 from holdfast.interop.sources import tars, zips
 
@@ -144,7 +145,7 @@ def _unpickle() -> None:
 
 
 def _charge_nothing() -> None:
-    budget.PickleBudget.charge = lambda self, nbytes: None  # type: ignore[method-assign]
+    PickleBudget.charge = lambda self, nbytes: None  # type: ignore[method-assign]
 
 
 def _read_links() -> None:

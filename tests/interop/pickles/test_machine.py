@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptData, FormatError, HoldfastError
-from holdfast.interop.pickles.budget import PickleBudget
 from holdfast.interop.pickles.machine import _OPERATIONS, _REFUSED, Machine
 from holdfast.interop.pickles.names import CONSTANTS, CONSTRUCTORS, SETTERS
-from holdfast.interop.pickles.values import Unknown
+from holdfast.interop.pickles.values import PickleBudget, Unknown
 
 keys = st.one_of(st.integers(), st.text(max_size=5), st.booleans(), st.tuples(st.integers()))
 plain = st.recursive(

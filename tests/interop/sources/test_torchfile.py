@@ -33,7 +33,7 @@ from holdfast.interop.files import LocalFile
 from holdfast.interop.lazy import load_file
 from holdfast.interop.opening import open_source
 from holdfast.interop.pickles import values
-from holdfast.interop.pickles.budget import PickleBudget
+from holdfast.interop.pickles.values import PickleBudget
 from holdfast.interop.reading import read_pieces
 from holdfast.interop.source import Source
 from holdfast.interop.sources.torchfile import TorchFile, read_pickle

@@ -18,9 +18,9 @@ from holdfast.errors import (
     StoreFull,
     TransientStoreError,
 )
-from holdfast.store.local import LocalStore, oserrors
+from holdfast.store.local import LocalStore
 from holdfast.store.local.files import drafted
-from holdfast.store.local.oserrors import Reporting
+from holdfast.store.local.syscalls import Reporting
 from holdfast.testing.store_contract import noise
 
 CALLS = (
@@ -295,7 +295,7 @@ def test_free_space_that_cannot_be_told_does_not_hide_the_error(tmp_path, monkey
     def refuse(path):
         raise PermissionError(errno.EACCES, "no")
 
-    monkeypatch.setattr(oserrors.os, "statvfs", refuse)
+    monkeypatch.setattr(os, "statvfs", refuse)
     with pytest.raises(StoreFull, match="asked for 5 bytes"), Reporting("put", "/a", nbytes=5):
         raise OSError(errno.ENOSPC, "full")
     with pytest.raises(AccessDenied):

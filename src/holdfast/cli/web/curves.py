@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from holdfast.cli.documents import is_timing
 from holdfast.cli.output import Answer
 from holdfast.cli.target import open_root
-from holdfast.cli.web.turns import READING
+from holdfast.cli.web.jobs import READING
 from holdfast.policy.rules import recorded_time
 from holdfast.root import history
 from holdfast.root.catalog import Catalog, Entry

@@ -29,10 +29,9 @@ from holdfast.cli.web.curves import (
     panel_of,
     rank_metric,
 )
-from holdfast.cli.web.jobs import told
+from holdfast.cli.web.jobs import READING, told
 from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
 from holdfast.cli.web.site import WHOLE_S, Site, coming
-from holdfast.cli.web.turns import READING
 from holdfast.policy.rules import recorded_time
 
 MAX_CELLS = 600

@@ -21,7 +21,7 @@ from holdfast.cli.output import PROGRESS, Answer
 from holdfast.cli.target import open_root
 from holdfast.cli.watch import WatchedRun, Watcher
 from holdfast.cli.web.curves import CurveReader
-from holdfast.cli.web.turns import LOOKING
+from holdfast.cli.web.jobs import LOOKING
 from holdfast.threads.workers import Workers
 
 LOCAL_LOOK_S, REMOTE_LOOK_S = 2.0, 10.0

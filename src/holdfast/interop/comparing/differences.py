@@ -15,16 +15,19 @@ from holdfast.format.tensors import TensorSpec, format_record
 from holdfast.interop.comparing.numbers import number_nbytes
 from holdfast.interop.comparing.pairs import (
     NUM_TOGETHER,
+    GeneratorDifference,
+    Pair,
     PairTally,
     SmallPair,
     TensorDifference,
+    ValueDifference,
     What,
     compared,
     describe_spec,
+    differences,
     have_as_many,
     is_small,
 )
-from holdfast.interop.comparing.trees import GeneratorDifference, Pair, ValueDifference, differences
 from holdfast.interop.reading import TensorPiece, read_pieces, read_whole
 from holdfast.interop.source import BlockDigests, Source, SourceComponent, lost_tensors
 from holdfast.state.patterns import Entries

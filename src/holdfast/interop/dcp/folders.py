@@ -34,7 +34,7 @@ from holdfast.interop.dcp.reader import (
 )
 from holdfast.interop.dcp.writer import HoldfastWriter
 from holdfast.interop.exporting.torchfile import PlacedTensor, Values
-from holdfast.interop.pickles.budget import trusting
+from holdfast.interop.pickles.values import trusting
 from holdfast.interop.reading import read_whole
 from holdfast.interop.source import Source
 from holdfast.interop.sources.dcpchunks import Chunks, FolderFiles

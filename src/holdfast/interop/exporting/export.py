@@ -14,12 +14,22 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 from holdfast.arguments import check_arguments
 from holdfast.errors import StoreError, UsageError, listing
 from holdfast.format.nodes import ArrayRef, SubclassRef
-from holdfast.interop.exporting import adapter as adapters
 from holdfast.interop.exporting.files import (
     ExportPlan,
     PlannedFile,
     expect_free,
     write_plan,
+)
+from holdfast.interop.exporting.merging import (
+    CONFIG,
+    DEFAULT,
+    PREFIX,
+    WEIGHTS,
+    WRAPPERS,
+    list_adapters,
+    match_names,
+    parse_config,
+    select_adapter,
 )
 from holdfast.interop.exporting.weights import (
     SINGLE,
@@ -166,7 +176,7 @@ class Export:
             shard_nbytes=options.shard_nbytes or SHARD_NBYTES,
             cast=self._cast,
             report=self._report_progress,
-            without={adapters.CONFIG} if self._is_merged else (),
+            without={CONFIG} if self._is_merged else (),
         )
         self._leave({component, FILES}, "a folder of a model holds its weights alone")
         return files
@@ -182,12 +192,12 @@ class Export:
         name: str | None = None
         config: Mapping[str, Any] = {}
         leaves = part.leaves
-        self._is_merged = bool(adapters.match_names(leaves)) and any(
-            wrapper in path for path in (*leaves, *part.frozen) for wrapper in adapters.WRAPPERS
+        self._is_merged = bool(match_names(leaves)) and any(
+            wrapper in path for path in (*leaves, *part.frozen) for wrapper in WRAPPERS
         )
         if self._is_merged or options.adapter is not None:
             found = weights_of(source, component, rename=RenameRules(), dtype=None, left_out=[])
-            name, *others = adapters.list_adapters(found, options.adapter, where=source.url)
+            name, *others = list_adapters(found, options.adapter, where=source.url)
             if others:
                 has = ", ".join((name, *others))
                 raise UsageError(f"{source.url}: has adapters {has}; name one with --adapter")
@@ -202,8 +212,8 @@ class Export:
     def _find_config(self, source: Source, name: str) -> Mapping[str, Any]:
         below = [path / name for path in self._options.configs]
         found = [*self._options.configs, *(path for path in below if path.is_dir())]
-        config = _list_beside(source, found, ExportPlan(files=[])).get(adapters.CONFIG)
-        return adapters.parse_config(None if config is None else _read_planned(config), name)
+        config = _list_beside(source, found, ExportPlan(files=[])).get(CONFIG)
+        return parse_config(None if config is None else _read_planned(config), name)
 
     def _plan_safetensors(self, weights: ExportedTensors) -> list[PlannedFile]:
         self._leave({weights.component}, "the file holds the weights of one component")
@@ -227,7 +237,7 @@ class Export:
         """Plan a folder for one adapter, or PEFT's folders for several."""
         # What the base model holds is not of the adapter, and no loss.
         self.plan.left_out.clear()
-        names = adapters.list_adapters(weights, self._options.adapter, where=self._source.url)
+        names = list_adapters(weights, self._options.adapter, where=self._source.url)
         self._leave({weights.component, FILES}, "a folder of an adapter holds its weights alone")
         configs = self._options.configs
         if len(names) == 1:
@@ -241,9 +251,9 @@ class Export:
         beside = _list_beside(self._source, configs, self.plan)
         left = [one for one in self.plan.left_out if Path(one.path).name not in names]
         self.plan.left_out[:] = left
-        files = [*beside.values()] if adapters.DEFAULT not in names else []
+        files = [*beside.values()] if DEFAULT not in names else []
         for name in names:
-            if name == adapters.DEFAULT:
+            if name == DEFAULT:
                 files += self._plan_adapter(weights, name, beside)
                 continue
             below = [path / name for path in configs if (path / name).is_dir()]
@@ -257,13 +267,13 @@ class Export:
     def _plan_adapter(
         self, weights: ExportedTensors, name: str, beside: Mapping[str, PlannedFile]
     ) -> list[PlannedFile]:
-        config = beside.get(adapters.CONFIG)
-        found = adapters.parse_config(None if config is None else _read_planned(config), name)
+        config = beside.get(CONFIG)
+        found = parse_config(None if config is None else _read_planned(config), name)
         files = plan_safetensors(
             self._source,
-            adapters.select_adapter(weights, name, found),
+            select_adapter(weights, name, found),
             shard_nbytes=None,
-            single=adapters.WEIGHTS,
+            single=WEIGHTS,
             cast=self._cast,
             report=self._report_progress,
         )
@@ -393,7 +403,7 @@ def plan_model(
 ) -> list[PlannedFile]:
     """Plan the folder of a model, which `from_pretrained` reads: weights, config and tokenizer."""
     names = (one.name for one in weights.tensors)
-    wrapped = next((name for name in names if name.startswith(adapters.PREFIX)), None)
+    wrapped = next((name for name in names if name.startswith(PREFIX)), None)
     if wrapped is not None:
         raise UsageError(
             f"{source.url}: {weights.component} is a PEFT model ({wrapped}): write its adapter "

@@ -23,8 +23,7 @@ from holdfast.interop.files import copy_bytes
 from holdfast.interop.reading import read_pieces
 from holdfast.interop.renaming import RenameRules
 from holdfast.interop.source import LeftOut, Source
-from holdfast.store.local.oserrors import UNSUPPORTED
-from holdfast.store.local.syscalls import preallocate
+from holdfast.store.local.syscalls import UNSUPPORTED, preallocate
 from holdfast.system import CLOSED_ON_EXEC
 from holdfast.threads.buffers import allocate_pages
 from holdfast.threads.workers import Workers, cancel

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from holdfast.errors import CorruptData, FormatError, HoldfastError, LimitExceeded
 from holdfast.format.nodes import DtypeName
-from holdfast.interop.pickles.budget import (
+from holdfast.interop.pickles.values import (
     LIFTED,
     MAX_INT_NBYTES,
     MAX_KEY_VALUES,
@@ -25,12 +25,10 @@ from holdfast.interop.pickles.budget import (
     MAX_NAME,
     MAX_OTHER_KEYS,
     SPAN_NBYTES,
-    PickleBudget,
-)
-from holdfast.interop.pickles.values import (
     ByteArray,
     Global,
     OrderedItems,
+    PickleBudget,
     PickledObject,
     Span,
     Unknown,

@@ -26,9 +26,9 @@ from holdfast.format.nodes import (
 from holdfast.format.objects import join_path
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.boxes import is_row_major, row_major
-from holdfast.interop.pickles.budget import LIFTED, bound
 from holdfast.interop.pickles.names import enumerated
 from holdfast.interop.pickles.values import (
+    LIFTED,
     ArrayValue,
     ByteArray,
     CountedItems,
@@ -43,6 +43,7 @@ from holdfast.interop.pickles.values import (
     StorageKind,
     TensorView,
     Unknown,
+    bound,
 )
 from holdfast.interop.source import LeftOut, SourceComponent
 

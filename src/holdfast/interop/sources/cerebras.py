@@ -22,7 +22,7 @@ from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.format.nodes import NUMPY_DTYPES, ArrayRef, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec, check_shape
 from holdfast.interop.files import LocalFile, first_bytes
-from holdfast.interop.pickles.budget import LIFTED, bound
+from holdfast.interop.pickles.values import LIFTED, bound
 from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_none_wrong
 from holdfast.interop.sources.hdf5 import SIGNATURE, Chunked, Contiguous, Dataset, Hdf5, read_band
 from holdfast.interop.sources.safetensors import MODEL

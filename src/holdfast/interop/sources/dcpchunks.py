@@ -15,8 +15,7 @@ from holdfast.errors import CorruptData, FormatError
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.boxes import gather_strided, overlaps, row_major
 from holdfast.interop.files import LocalFile
-from holdfast.interop.pickles.budget import PickleBudget
-from holdfast.interop.pickles.values import Span, TensorView
+from holdfast.interop.pickles.values import PickleBudget, Span, TensorView
 from holdfast.interop.sources.dcpmetadata import ChunkedTensor, ItemPlace
 from holdfast.interop.sources.safetensors import read_header
 from holdfast.interop.sources.torchfile import read_saved

@@ -20,11 +20,11 @@ from holdfast.format.tensors import ITEM_NBYTES, MAX_HEADER_NBYTES, TensorSpec
 from holdfast.interop.boxes import row_major
 from holdfast.interop.files import LocalFile
 from holdfast.interop.layouts import ComponentLayout, dcp_layout, megatron_layout, olmo_layout
-from holdfast.interop.pickles.budget import PickleBudget
 from holdfast.interop.pickles.parts import TensorLocation
 from holdfast.interop.pickles.values import (
     ArrayValue,
     Generator,
+    PickleBudget,
     Refusal,
     Span,
     Storage,

@@ -18,8 +18,7 @@ from holdfast.format.boxes import Boxes, Column, Ragged, Unfit, check_boxes
 from holdfast.format.nodes import DtypeName, SizeTuple
 from holdfast.format.tensors import INDEX_NAMES, ITEM_NBYTES, MAX_DIMS
 from holdfast.interop.files import LocalFile
-from holdfast.interop.pickles.budget import PickleBudget
-from holdfast.interop.pickles.values import PickledObject
+from holdfast.interop.pickles.values import PickleBudget, PickledObject
 from holdfast.interop.sources.torchfile import read_pickle
 
 METADATA = ".metadata"

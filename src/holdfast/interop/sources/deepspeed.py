@@ -23,9 +23,8 @@ from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.boxes import row_major
 from holdfast.interop.files import first_bytes
 from holdfast.interop.layouts import ComponentLayout
-from holdfast.interop.pickles.budget import PickleBudget
 from holdfast.interop.pickles.parts import TensorLocation, check_claims
-from holdfast.interop.pickles.values import Refusal, Span, Storage, TensorView
+from holdfast.interop.pickles.values import PickleBudget, Refusal, Span, Storage, TensorView
 from holdfast.interop.sources.dcpchunks import FolderFiles, Region, expect_inside
 from holdfast.interop.sources.dcpfolder import FileSpan, anchor_spans
 from holdfast.interop.sources.dcpmetadata import MAX_FILES

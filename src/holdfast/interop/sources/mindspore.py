@@ -16,7 +16,7 @@ from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.format.nodes import TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, MAX_DIMS, TensorSpec, check_shape
 from holdfast.interop.files import LocalFile, ReadableFile, first_bytes
-from holdfast.interop.pickles.budget import LIFTED, bound
+from holdfast.interop.pickles.values import LIFTED, bound
 from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_none_wrong
 from holdfast.interop.sources.mindspore_cipher import DecryptedFile, cipher_of
 from holdfast.interop.sources.safetensors import MODEL

@@ -18,7 +18,6 @@ from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.boxes import gather_strided, is_row_major
 from holdfast.interop.files import LocalFile, ReadableFile, first_bytes
 from holdfast.interop.layouts import ComponentLayout, file_layout
-from holdfast.interop.pickles.budget import PickleBudget
 from holdfast.interop.pickles.machine import Machine
 from holdfast.interop.pickles.names import CONSTANTS, CONSTRUCTORS, SETTERS, checked_device
 from holdfast.interop.pickles.parts import (
@@ -28,7 +27,7 @@ from holdfast.interop.pickles.parts import (
     check_claims,
     convert,
 )
-from holdfast.interop.pickles.values import Refusal, Span, Storage, StorageKind
+from holdfast.interop.pickles.values import PickleBudget, Refusal, Span, Storage, StorageKind
 from holdfast.interop.source import Source, SourceComponent
 from holdfast.interop.sources.zips import Member, MemberCrc, Zip
 

@@ -14,7 +14,7 @@ from functools import cache
 
 from holdfast.errors import CorruptData, FormatError, LimitExceeded
 from holdfast.interop.files import ReadableFile
-from holdfast.interop.pickles.budget import LIFTED, bound
+from holdfast.interop.pickles.values import LIFTED, bound
 
 MAX_DIRECTORY_NBYTES = 48 << 20
 MAX_MEMBERS = 400_000

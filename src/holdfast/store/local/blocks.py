@@ -30,8 +30,13 @@ from holdfast.store.local.files import (
     write_all,
 )
 from holdfast.store.local.folders import sync_folder_fd
-from holdfast.store.local.oserrors import UNSUPPORTED, Reporting
-from holdfast.store.local.syscalls import DirectAlignment, direct_alignment, preallocate
+from holdfast.store.local.syscalls import (
+    UNSUPPORTED,
+    DirectAlignment,
+    Reporting,
+    direct_alignment,
+    preallocate,
+)
 from holdfast.system import CLOSED_ON_EXEC, sync
 
 _PAGE = mmap.PAGESIZE

@@ -15,8 +15,7 @@ from contextlib import contextmanager, suppress
 
 from holdfast.errors import CorruptData, StoreError, TransientStoreError, UnsupportedStore
 from holdfast.store.base import proof_of
-from holdfast.store.local.oserrors import UNSUPPORTED
-from holdfast.store.local.syscalls import rename_noreplace
+from holdfast.store.local.syscalls import UNSUPPORTED, rename_noreplace
 from holdfast.system import CLOSED_ON_EXEC, PROC, read_at, sync, write_at
 
 TEMPORARY_PREFIX = ".tmp-"

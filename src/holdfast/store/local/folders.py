@@ -16,7 +16,7 @@ from typing import Protocol
 from holdfast.errors import StoreError, UnsupportedStore
 from holdfast.store.base import is_key
 from holdfast.store.local.files import READ, open_file
-from holdfast.store.local.oserrors import UNSUPPORTED, Reporting
+from holdfast.store.local.syscalls import UNSUPPORTED, Reporting
 from holdfast.system import CLOSED_ON_EXEC, OPENS_FOLDERS, sync
 
 _FOLDER = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | CLOSED_ON_EXEC

@@ -20,8 +20,8 @@ from contextlib import contextmanager, suppress
 
 from holdfast.store.base import Seen
 from holdfast.store.local.files import OWN_FDS, address_of, read_exactly
-from holdfast.store.local.oserrors import UNSUPPORTED
 from holdfast.store.local.syscalls import (
+    UNSUPPORTED,
     DirectAlignment,
     direct_alignment,
     is_all_cached,

@@ -34,7 +34,7 @@ from holdfast.store.base import (
     ignore,
     is_key,
 )
-from holdfast.store.local import files, oserrors, reads
+from holdfast.store.local import files, reads
 from holdfast.store.local.blocks import DirectWrites, LocalBlockWriter, create_file
 from holdfast.store.local.files import drafted
 from holdfast.store.local.folders import (
@@ -46,9 +46,8 @@ from holdfast.store.local.folders import (
     segments_of,
     sync_folder_fd,
 )
-from holdfast.store.local.oserrors import Reporting
 from holdfast.store.local.reads import OpenFile, OpenFiles
-from holdfast.store.local.syscalls import is_network
+from holdfast.store.local.syscalls import NO_DESCRIPTORS, Reporting, free_space_at, is_network
 from holdfast.system import bytes_at
 
 
@@ -334,7 +333,7 @@ class LocalStore(Store):
     def free_space(self) -> FreeSpace:
         """Return the free space of the file system; the root need not exist yet."""
         with Reporting("free space of", self._root):
-            return oserrors.free_space_at(self._root)
+            return free_space_at(self._root)
 
     @override
     def probe(self) -> str:
@@ -371,7 +370,7 @@ class LocalStore(Store):
             try:
                 file = self._open_file(key)
             except OSError as err:
-                if err.errno not in oserrors.NO_DESCRIPTORS:
+                if err.errno not in NO_DESCRIPTORS:
                     raise
                 self._files.drop_all()
                 file = self._open_file(key)
