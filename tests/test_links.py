@@ -352,7 +352,7 @@ def test_where_no_link_can_be_made_the_file_is_written(
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(31, "Too many links")
 
-    monkeypatch.setattr("holdfast.store.local.files.link_file", refuse)
+    monkeypatch.setattr("holdfast.store.local.folders.link_file", refuse)
     state = lora()
     with CheckpointManager(tmp_path, {"model": state}) as manager:
         for number in range(1, 6):

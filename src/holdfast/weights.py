@@ -25,8 +25,7 @@ from holdfast.errors import (
 from holdfast.format.objects import decode_tree
 from holdfast.interop.lazy import open_any
 from holdfast.interop.opening import open_source
-from holdfast.interop.reading import read_pieces
-from holdfast.interop.source import Source, lost_parameters, lost_tensors
+from holdfast.interop.source import Source, lost_parameters, lost_tensors, read_pieces
 from holdfast.keys import Encryption
 from holdfast.loading.open import open_checkpoint
 from holdfast.loading.search import CheckpointSearch, LoadOptions

@@ -28,7 +28,7 @@ from holdfast.manager import CheckpointManager
 from holdfast.policy.rules import Last
 from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
-from holdfast.store.local import files as localfiles
+from holdfast.store.local import folders as localfolders
 from holdfast.store.local.blocks import LocalBlockWriter
 from marks import full
 from ways import Way, save_and_go_on
@@ -304,12 +304,12 @@ def test_a_mutant_that_swallows_errors_is_caught(
     roots: Iterator[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R6: with write errors ignored the test above must fail."""
-    real = localfiles.write_all
+    real = localfolders.write_all
 
     def careless(fd: int, data: memoryview, start: int) -> None:
         with suppress(OSError):
             real(fd, data, start)
 
-    monkeypatch.setattr(localfiles, "write_all", careless)
+    monkeypatch.setattr(localfolders, "write_all", careless)
     with pytest.raises((AssertionError, errors.HoldfastError)):
         test_an_error_at_every_call_is_reported_and_harms_nothing("pwrite", roots)

@@ -23,7 +23,7 @@ from holdfast.encryption.store import SealedStore
 from holdfast.format import layout, suites
 from holdfast.format.manifest import Aborted
 from holdfast.keys import PrivateKey, SecretKey, ServiceKey
-from holdfast.maintenance.rotate_keys import rotate
+from holdfast.maintenance.encrypted import rotate
 from holdfast.maintenance.verify import verify_root
 from holdfast.ranks.chosen import SingleProcess
 from holdfast.ranks.coordinator import Collected, Coordinator, RankFailure, Watch

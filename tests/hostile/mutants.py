@@ -14,13 +14,12 @@ from holdfast.format.nodes import EnumValue
 from holdfast.loading import block_reader
 from holdfast.state import trees as state_trees
 from holdfast.state.planning import merge, plans
-from holdfast.store.local import files as localfiles
 from holdfast.store.local import folders as localfolders
 from holdfast.store.local import store as localstore
 
 
 def _follow_links() -> None:
-    localfiles.READ &= ~os.O_NOFOLLOW
+    localfolders.READ &= ~os.O_NOFOLLOW
     localfolders._NOFOLLOW = 0
 
 
@@ -29,7 +28,7 @@ def _no_name_checks() -> None:
     layout.check_component = lambda name: None
     layout.tensor_file = lambda name, number: f"{name}/../../../outside/canary"
     localstore.check_key = lambda key: None
-    localfiles.READ &= ~os.O_NOFOLLOW
+    localfolders.READ &= ~os.O_NOFOLLOW
 
 
 def _unpickle() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from holdfast import CheckpointManager, MemoryStore, load_file, load_weights
 from holdfast.errors import StoreError, UsageError
-from holdfast.interop import reading
+from holdfast.interop import source as source_module
 
 WEIGHTS = {
     "h.0.weight": torch.randn(5, 4),
@@ -97,7 +97,7 @@ def test_only_the_rows_are_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_large_tensor_is_read_by_several_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "PIECE_NBYTES", 4096)
+    monkeypatch.setattr(source_module, "PIECE_NBYTES", 4096)
     values = {"x": torch.randn(5000)}
     save_file(values, tmp_path / "w.safetensors")
     with load_file(tmp_path / "w.safetensors") as file:

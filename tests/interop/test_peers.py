@@ -21,8 +21,7 @@ import pytest
 
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.interop.opening import open_source
-from holdfast.interop.reading import read_pieces
-from holdfast.interop.source import Source
+from holdfast.interop.source import Source, read_pieces
 
 PEERS = Path(__file__).parents[1] / "golden" / "peers"
 

@@ -11,7 +11,7 @@ from holdfast.format.layout import READERS, scratch_folder, sending_folder
 from holdfast.maintenance.gc import collect_garbage
 from holdfast.manager import CheckpointManager
 from holdfast.store.local import LocalStore
-from holdfast.store.local.files import temporary_name
+from holdfast.store.local.folders import temporary_name
 from holdfast.testing.faulty import Fault, FaultyStore
 from runs import new_run
 

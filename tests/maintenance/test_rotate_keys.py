@@ -13,7 +13,7 @@ from holdfast import CheckpointManager, errors
 from holdfast.encryption.store import SealedStore
 from holdfast.format.envelope import MAX_STRETCHING_KIB, KeyBox, decode_box, encode_box
 from holdfast.keys import Encryption, Passphrase, PrivateKey, SecretKey, ServiceKey, generate
-from holdfast.maintenance.rotate_keys import (
+from holdfast.maintenance.encrypted import (
     Rekeyed,
     Sealed,
     read_sealed_manifest,

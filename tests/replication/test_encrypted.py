@@ -25,8 +25,8 @@ from holdfast.format.envelope import decode_visible
 from holdfast.format.manifest import Deleted, encode_manifest
 from holdfast.format.records import WriterRecord
 from holdfast.keys import Encryption, Passphrase, SecretKey, generate
-from holdfast.maintenance import rotate_keys
 from holdfast.maintenance.delete import prune_checkpoints
+from holdfast.maintenance.encrypted import rotate
 from holdfast.maintenance.verify import verify_root
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.deletion import thin
@@ -249,7 +249,7 @@ def test_keys_that_are_lost_are_wrapped_anew_for_those_of_the_run(
         manager.resume()
         saved(manager, tiny, 1, 2)
     folder = newest(local)
-    assert {one.outcome for one in rotate_keys.rotate(local, [KEY], [NEW])} == {"done"}
+    assert {one.outcome for one in rotate(local, [KEY], [NEW])} == {"done"}
     LOST_OR_NOT[damage](Path(local.url, folder, "keys-0002.json"))
     both = Encryption(keys=NEW, also_read=KEY)
     with opened(Tiered(local, remote), tiny, encrypt=both, sinks=(noted,)) as manager:
@@ -547,7 +547,7 @@ def test_a_local_copy_stays_while_the_remote_one_lacks_files(
         saved(manager, tiny, 1, 2, 3)
     if is_changed:
         encrypt = Encryption(keys=NEW)
-        assert {one.outcome for one in rotate_keys.rotate(local, [KEY], [NEW])} == {"done"}
+        assert {one.outcome for one in rotate(local, [KEY], [NEW])} == {"done"}
     remote.delete(f"{Catalog(local).attempts()[1]}/file-00001.sealed")
     tiered = Tiered(local, remote, keep_local=Last(1))
     with opened(tiered, tiny, encrypt=encrypt, sinks=(noted,)) as manager:
@@ -639,7 +639,7 @@ def test_keys_are_changed_in_each_root_and_what_waits_goes_with_the_new_ones(
         saved(manager, tiny, 2)
     remote.error = None
     for store in (local, remote):
-        assert {one.outcome for one in rotate_keys.rotate(store, [KEY], [new])} == {"done"}
+        assert {one.outcome for one in rotate(store, [KEY], [new])} == {"done"}
     with opened(tiered, tiny, encrypt=SEALS) as manager, pytest.raises(errors.WrongKey):
         manager.resume()
     with opened(tiered, tiny, encrypt=Encryption(keys=new)) as manager:

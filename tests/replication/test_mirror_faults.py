@@ -22,7 +22,7 @@ from holdfast.policy.rules import All, Last
 from holdfast.replication.queue import UploadQueue
 from holdfast.root.catalog import Catalog
 from holdfast.root.upload_records import Ledger
-from holdfast.store.local import LocalStore, files
+from holdfast.store.local import LocalStore, folders
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore
 from tiers import LARGE, Noted, Switch, opened, saved, steps_in, unopened, without_backoff
@@ -203,7 +203,7 @@ def test_gc_after_a_claim_waits_for_a_deletion_under_way(
         saved(manager, tiny, 1, 2, 3)
     gc_ended_or_waits = threading.Event()
     gcs: list[threading.Thread] = []
-    replace = files.replace_with
+    replace = folders.replace_with
 
     def collect_garbage() -> None:
         manager._session.housekeeper.remove_unfinished()
@@ -216,7 +216,7 @@ def test_gc_after_a_claim_waits_for_a_deletion_under_way(
             assert gc_ended_or_waits.wait(60)
         replace(folder_fd, source, name)
 
-    monkeypatch.setattr(files, "replace_with", beside_gc)
+    monkeypatch.setattr(folders, "replace_with", beside_gc)
     manager = unopened(Tiered(local, remote, keep_local=0), tiny, sinks=(noted,))
     monkeypatch.setattr(manager._session.housekeeper, "_lock", Noticed(gc_ended_or_waits.set))
     with manager:

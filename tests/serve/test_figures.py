@@ -24,8 +24,16 @@ from holdfast.cli.stats import stats
 from holdfast.cli.target import open_root
 from holdfast.cli.verify import verify_target
 from holdfast.cli.watch import Watcher
-from holdfast.cli.web.curves import MetricCurve, draw_on, make_grid, panel_of
-from holdfast.cli.web.table import Row, make_columns, make_spark, sort_rows
+from holdfast.cli.web.curves import (
+    MetricCurve,
+    Row,
+    draw_on,
+    make_columns,
+    make_grid,
+    make_spark,
+    panel_of,
+    sort_rows,
+)
 
 Rows = list[list[str]]
 

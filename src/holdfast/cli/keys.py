@@ -30,8 +30,8 @@ from holdfast.encryption.store import bare
 from holdfast.errors import UsageError
 from holdfast.keys import PrivateKey
 from holdfast.keys import generate as new_key
-from holdfast.maintenance.rotate_keys import Rekeyed, Sealed, sealed_in
-from holdfast.maintenance.rotate_keys import rotate as rotate_root
+from holdfast.maintenance.encrypted import Rekeyed, Sealed, sealed_in
+from holdfast.maintenance.encrypted import rotate as rotate_root
 from holdfast.system import CLOSED_ON_EXEC, sync, sync_folder_path
 
 

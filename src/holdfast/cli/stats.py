@@ -33,8 +33,7 @@ from holdfast.cli.target import named_file_key, named_keys
 from holdfast.errors import DeadlineExceeded, OutOfMemory, UsageError
 from holdfast.interop.comparing.statistics import TensorStats, stats_of
 from holdfast.interop.opening import open_source
-from holdfast.interop.reading import READ_TIMEOUT_S
-from holdfast.interop.source import Source
+from holdfast.interop.source import READ_TIMEOUT_S, Source
 from holdfast.ownership.owner import left_s
 from holdfast.system import IS_LINUX
 from holdfast.threads.workers import num_cores

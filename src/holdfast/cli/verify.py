@@ -25,8 +25,8 @@ from holdfast.cli.output import Answer, Code, format_nbytes, progress_bar
 from holdfast.cli.target import names_one, open_root, open_target
 from holdfast.encryption.store import bare
 from holdfast.errors import NoCheckpoint, UsageError
+from holdfast.maintenance.encrypted import NOTE
 from holdfast.maintenance.verify import verify_kept, verify_root
-from holdfast.maintenance.verify_encrypted import NOTE
 from holdfast.maintenance.verify_reads import RootReport, VerifyReport
 from holdfast.ownership.process import utc_now
 from holdfast.policy.rules import number_of_bytes

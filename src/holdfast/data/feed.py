@@ -20,9 +20,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from holdfast.data.options import check_whole
 from holdfast.data.position import STEPS, describe_dataset
 from holdfast.data.ranks import ALONE, DataRanks, HasRank, check_group, data_ranks
+from holdfast.data.samplers import check_whole
 from holdfast.data.workers import begin_worker
 from holdfast.errors import UsageError
 

@@ -24,10 +24,9 @@ from holdfast.format.objects import document
 from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
 from holdfast.interop.opening import open_source
 from holdfast.interop.optimizers import Hints, is_torch_form, name_parameters
-from holdfast.interop.reading import ahead
 from holdfast.interop.renaming import RenameRules
 from holdfast.interop.roots import WrittenRoot
-from holdfast.interop.source import LeftOut, Source, SourceComponent, expect_no_loss
+from holdfast.interop.source import LeftOut, Source, SourceComponent, ahead, expect_no_loss
 from holdfast.keys import Encryption
 from holdfast.policy.naming import DEFAULT_LABEL
 from holdfast.results import Checkpoint, build_checkpoint

@@ -18,8 +18,7 @@ from holdfast.format.objects import DequeItems
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.comparing.numbers import floats
 from holdfast.interop.opening import open_source
-from holdfast.interop.reading import read_whole
-from holdfast.interop.source import LeftOut, Source, expect_no_loss
+from holdfast.interop.source import LeftOut, Source, expect_no_loss, read_whole
 from holdfast.interop.sources.checkpoint import CheckpointSource
 from holdfast.keys import Encryption
 from holdfast.root.address import which_beside

@@ -39,7 +39,7 @@ from holdfast.format.objects import decode_tree
 from holdfast.format.records import Alive, Closed, Notes, Rejected, Retired, Thinned, WriterRecord
 from holdfast.format.tensors import TensorSpec, in_header, parse_header
 from holdfast.loading.block_reader import FileBlocks
-from holdfast.maintenance.verify_encrypted import scrub
+from holdfast.maintenance.encrypted import scrub
 from holdfast.maintenance.verify_reads import (
     BlockToCheck,
     CheckedBlock,

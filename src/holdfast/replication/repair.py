@@ -8,7 +8,7 @@ from holdfast.errors import CorruptData, FormatError, NoCheckpoint, NotSealed
 from holdfast.format import layout
 from holdfast.format.envelope import Visible
 from holdfast.format.manifest import Manifest
-from holdfast.maintenance.rotate_keys import put_box
+from holdfast.maintenance.encrypted import put_box
 from holdfast.maintenance.verify import verify
 from holdfast.replication.upload import Sender
 from holdfast.root.byte_ranges import Listing, decode_listing, read_listing

@@ -22,8 +22,7 @@ from holdfast.train.evaluation.predicting import Predictions
 from holdfast.train.evaluation.validation import Downstream, Validation
 from holdfast.train.fit.saving import UnhealthyState
 from holdfast.train.fit.tuner import LearningRateCurve
-from holdfast.train.loggers.csv import Csv
-from holdfast.train.loggers.default import JsonLines
+from holdfast.train.loggers.files import Csv, JsonLines
 from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.loggers.services import MLflow, TensorBoard, WeightsAndBiases
 from holdfast.train.outputs import Histogram, Image, Reduced, StepOutput, Table

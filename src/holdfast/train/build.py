@@ -42,7 +42,7 @@ from holdfast.train.callbacks.hooks import Callback, Logger
 from holdfast.train.callbacks.measuring import device_of
 from holdfast.train.callbacks.registry import Callbacks
 from holdfast.train.group import ALONE, Group, join_group
-from holdfast.train.loggers.default import JsonLines
+from holdfast.train.loggers.files import JsonLines
 from holdfast.train.loggers.progress import ProgressBar
 from holdfast.train.parts import Policy, TrainerParts
 from holdfast.train.schedules import Schedules, make_schedulers

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from holdfast import CheckpointManager
 from holdfast.errors import UsageError
-from holdfast.interop import reading
+from holdfast.interop import source as source_module
 from holdfast.interop.comparing.differences import SourceDifference, compare_sources
 from holdfast.interop.comparing.pairs import TensorDifference, differences
 from holdfast.interop.opening import open_source
@@ -57,7 +57,7 @@ def test_differences_equal_those_of_float64(tmp_path: Path, dtype: torch.dtype) 
 
 
 def test_one_bit_in_many_pieces_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE_NBYTES", 4096)
+    monkeypatch.setattr(source_module, "PIECE_NBYTES", 4096)
     a = torch.zeros(10_000)
     b = a.clone()
     b[7_777] = 0.5
@@ -80,7 +80,7 @@ def test_a_zero_of_the_other_sign_differs_by_nothing(tmp_path: Path) -> None:
 def test_another_dtype_is_compared_by_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "PIECE_NBYTES", 4096)
+    monkeypatch.setattr(source_module, "PIECE_NBYTES", 4096)
     a = torch.randn(9000)
     found = one(tmp_path, a, a.bfloat16())
     assert (found.what, found.a, found.b) == ("dtype", "F32 9000", "BF16 9000")

@@ -39,7 +39,7 @@ from holdfast.format.objects import document
 from holdfast.interop.opening import open_source
 from holdfast.interop.pickles import machine, names
 from holdfast.interop.pickles.values import PickleBudget
-from holdfast.interop.reading import read_pieces
+from holdfast.interop.source import read_pieces
 from holdfast.interop.sources import tars, zips
 
 MEMORY = (resource.RLIMIT_DATA, 256 * MIB)

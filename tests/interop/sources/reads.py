@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from holdfast.interop.reading import read_pieces
-from holdfast.interop.source import Source
+from holdfast.interop.source import Source, read_pieces
 
 
 def data_of(tensor: torch.Tensor) -> bytes:

@@ -24,8 +24,7 @@ from holdfast.format.codec import CodecName
 from holdfast.format.nodes import ArrayRef, TensorRef
 from holdfast.interop.comparing.statistics import stats_of
 from holdfast.interop.opening import open_source
-from holdfast.interop.reading import read_pieces
-from holdfast.interop.source import Source
+from holdfast.interop.source import Source, read_pieces
 from holdfast.interop.sources import checkpoint
 from holdfast.interop.sources.checkpoint import CheckpointSource
 from holdfast.ownership.leases import find_leases

@@ -34,8 +34,7 @@ from holdfast.interop.lazy import load_file
 from holdfast.interop.opening import open_source
 from holdfast.interop.pickles import values
 from holdfast.interop.pickles.values import PickleBudget
-from holdfast.interop.reading import read_pieces
-from holdfast.interop.source import Source
+from holdfast.interop.source import Source, read_pieces
 from holdfast.interop.sources.torchfile import TorchFile, read_pickle
 from holdfast.interop.sources.zips import join_crcs
 from holdfast.state.leaves import TORCH_DTYPES

@@ -19,7 +19,7 @@ from holdfast.errors import (
     TransientStoreError,
 )
 from holdfast.store.local import LocalStore
-from holdfast.store.local.files import drafted
+from holdfast.store.local.folders import drafted
 from holdfast.store.local.syscalls import Reporting
 from holdfast.testing.store_contract import noise
 

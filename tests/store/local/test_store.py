@@ -24,7 +24,7 @@ from holdfast.errors import (
 )
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
-from holdfast.store.local.files import temporary_name
+from holdfast.store.local.folders import temporary_name
 from holdfast.testing.store_contract import StoreContract
 
 NOBODY = 65534
@@ -383,7 +383,7 @@ def test_without_hard_links_renames_do(store, root, monkeypatch, number, if_abse
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP])
 def test_without_links_and_exclusive_renames_the_store_is_refused(store, root, monkeypatch, number):
     monkeypatch.setattr(os, "link", refusing(errno.EPERM))
-    monkeypatch.setattr("holdfast.store.local.files.rename_noreplace", refusing(number))
+    monkeypatch.setattr("holdfast.store.local.folders.rename_noreplace", refusing(number))
     with pytest.raises(UnsupportedStore, match="hard links"):
         store.put("a", b"x", if_absent=True)
     with pytest.raises(UnsupportedStore, match="hard links"):
@@ -392,7 +392,7 @@ def test_without_links_and_exclusive_renames_the_store_is_refused(store, root, m
 
 
 def test_without_proc_files_get_a_temporary_name(store, root, monkeypatch):
-    monkeypatch.setattr("holdfast.store.local.files.OWN_FDS", "/nowhere")
+    monkeypatch.setattr("holdfast.store.local.folders.OWN_FDS", "/nowhere")
     store.put("a", b"x", if_absent=True)
     store.put("a", b"y")
     assert store.get("a") == b"y"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from holdfast.errors import UsageError
 from holdfast.store.memory import MemoryStore
 from holdfast.train import Callback, Csv, Image, Logger, Metrics, Table, Training
-from holdfast.train.loggers.default import JsonLines, drop_beyond
+from holdfast.train.loggers.files import JsonLines, drop_beyond
 from holdfast.train.outputs import picture
 from train.small import make
 

@@ -35,7 +35,7 @@ from holdfast.bridges.parts import (
 )
 from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.control.stop import Stop
-from holdfast.data.options import check_whole
+from holdfast.data.samplers import check_whole
 from holdfast.errors import UsageError, listing
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.access import place_of

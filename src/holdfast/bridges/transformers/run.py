@@ -30,13 +30,13 @@ from holdfast.bridges.parts import (
     taking_over,
     warn_without_interval,
 )
-from holdfast.bridges.transformers.arguments import find_best_rule
 from holdfast.bridges.transformers.seams import (
     FRAMEWORK,
     STATE_FILE,
     Epochs,
     beside_bar,
     check_place,
+    find_best_rule,
     leaders,
     measured_at,
 )

@@ -16,16 +16,17 @@ import transformers
 
 from holdfast.bridges.accelerate import check_distributed_type
 from holdfast.bridges.parts import only_leader, reporting
-from holdfast.bridges.transformers.arguments import OtherInterval, translate_arguments
 from holdfast.bridges.transformers.run import Elsewhere, TransformersRun, newest_step
 from holdfast.bridges.transformers.seams import (
     SUMMARY,
     Epochs,
+    OtherInterval,
     check_names,
     check_windows,
     leaders,
     loader_of,
     loaders_skip_by_themselves,
+    translate_arguments,
 )
 from holdfast.checkpoints import Checkpoints
 from holdfast.control.stop import Stop

@@ -17,12 +17,18 @@ from holdfast.cli.prune import Forecast, forecast_deletions
 from holdfast.cli.resume_plan import plan_of
 from holdfast.cli.uploads import show_uploads
 from holdfast.cli.watch import WatchedRun
-from holdfast.cli.web.curves import RunCurves, metric_names
+from holdfast.cli.web.curves import (
+    Row,
+    RunCurves,
+    make_columns,
+    make_spark,
+    metric_names,
+    sort_rows,
+)
 from holdfast.cli.web.figures import costly, picture, read_log, read_run, rows_of
 from holdfast.cli.web.jobs import READING, told
 from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
 from holdfast.cli.web.site import WHOLE_S, Site, coming, given, page_number, select_page
-from holdfast.cli.web.table import Row, make_columns, make_spark, sort_rows
 
 _MAX_FINDINGS = 3
 """Findings of one kind that are shown."""

@@ -28,8 +28,15 @@ from holdfast.interop.comparing.pairs import (
     have_as_many,
     is_small,
 )
-from holdfast.interop.reading import TensorPiece, read_pieces, read_whole
-from holdfast.interop.source import BlockDigests, Source, SourceComponent, lost_tensors
+from holdfast.interop.source import (
+    BlockDigests,
+    Source,
+    SourceComponent,
+    TensorPiece,
+    lost_tensors,
+    read_pieces,
+    read_whole,
+)
 from holdfast.state.patterns import Entries
 
 _Key = tuple[str, str]

@@ -23,8 +23,7 @@ from holdfast.interop.comparing.numbers import (
     numbers_of_element,
     sum_of_squares,
 )
-from holdfast.interop.reading import TensorPiece, in_batches
-from holdfast.interop.source import Source
+from holdfast.interop.source import Source, TensorPiece, in_batches
 
 
 class TensorStats(msgspec.Struct, frozen=True, kw_only=True):

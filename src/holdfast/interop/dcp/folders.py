@@ -35,10 +35,8 @@ from holdfast.interop.dcp.reader import (
 from holdfast.interop.dcp.writer import HoldfastWriter
 from holdfast.interop.exporting.torchfile import PlacedTensor, Values
 from holdfast.interop.pickles.values import trusting
-from holdfast.interop.reading import read_whole
-from holdfast.interop.source import Source
-from holdfast.interop.sources.dcpchunks import Chunks, FolderFiles
-from holdfast.interop.sources.dcpmetadata import METADATA, read_metadata
+from holdfast.interop.source import Source, read_whole
+from holdfast.interop.sources.dcpchunks import METADATA, Chunks, FolderFiles, read_metadata
 from holdfast.keys import Encryption
 from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.state.leaves import TORCH_DTYPES

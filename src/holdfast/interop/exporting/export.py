@@ -43,7 +43,6 @@ from holdfast.interop.exporting.weights import (
     weights_of,
 )
 from holdfast.interop.opening import open_source
-from holdfast.interop.reading import read_pieces
 from holdfast.interop.renaming import RenameRules
 from holdfast.interop.source import (
     LeftOut,
@@ -51,6 +50,7 @@ from holdfast.interop.source import (
     SourceComponent,
     expect_no_loss,
     lost_parameters,
+    read_pieces,
 )
 from holdfast.interop.sources.huggingface import FILES
 from holdfast.state.optimizers import TRAINING_WEIGHTS, find_modes

@@ -35,8 +35,7 @@ from holdfast.interop.exporting.weights import (
     model_of,
 )
 from holdfast.interop.files import copy_bytes
-from holdfast.interop.reading import read_whole
-from holdfast.interop.source import Source, SourceComponent
+from holdfast.interop.source import Source, SourceComponent, read_whole
 from holdfast.interop.sources.huggingface import FILES
 from holdfast.state.leaves import DTYPE_NAMES, TORCH_DTYPES
 

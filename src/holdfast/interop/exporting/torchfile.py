@@ -38,8 +38,7 @@ from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.exporting.files import PlannedFile
 from holdfast.interop.exporting.weights import Report
 from holdfast.interop.optimizers import number_parameters
-from holdfast.interop.reading import read_pieces
-from holdfast.interop.source import Source
+from holdfast.interop.source import Source, read_pieces
 from holdfast.state.leaves import TORCH_DTYPES
 
 _ARCHIVE = "archive"

@@ -20,9 +20,8 @@ from holdfast.format.nodes import ArrayRef, SubclassRef, TensorRef
 from holdfast.format.tensors import ITEM_NBYTES, TensorSpec
 from holdfast.interop.exporting.files import PlannedFile
 from holdfast.interop.files import copy_bytes
-from holdfast.interop.reading import read_pieces
 from holdfast.interop.renaming import RenameRules
-from holdfast.interop.source import LeftOut, Source
+from holdfast.interop.source import LeftOut, Source, read_pieces
 from holdfast.store.local.syscalls import UNSUPPORTED, preallocate
 from holdfast.system import CLOSED_ON_EXEC
 from holdfast.threads.buffers import allocate_pages

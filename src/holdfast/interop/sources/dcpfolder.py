@@ -31,14 +31,17 @@ from holdfast.interop.pickles.values import (
     TensorView,
     Unknown,
 )
-from holdfast.interop.sources.dcpchunks import Chunks, FolderFiles, Region, expect_inside
-from holdfast.interop.sources.dcpmetadata import (
+from holdfast.interop.sources.dcpchunks import (
     MAX_FILES,
     METADATA,
     ChunkedTensor,
+    Chunks,
+    FolderFiles,
     FolderMetadata,
     ItemPlace,
+    Region,
     check_tiling,
+    expect_inside,
     read_metadata,
 )
 from holdfast.interop.sources.safetensors import read_header

@@ -25,9 +25,8 @@ from holdfast.interop.files import first_bytes
 from holdfast.interop.layouts import ComponentLayout
 from holdfast.interop.pickles.parts import TensorLocation, check_claims
 from holdfast.interop.pickles.values import PickleBudget, Refusal, Span, Storage, TensorView
-from holdfast.interop.sources.dcpchunks import FolderFiles, Region, expect_inside
+from holdfast.interop.sources.dcpchunks import MAX_FILES, FolderFiles, Region, expect_inside
 from holdfast.interop.sources.dcpfolder import FileSpan, anchor_spans
-from holdfast.interop.sources.dcpmetadata import MAX_FILES
 from holdfast.interop.sources.torchfile import ConvertedSource, gather_place, read_saved
 
 _LATEST = ("latest", "latest_universal")

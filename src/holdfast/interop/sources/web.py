@@ -26,7 +26,7 @@ from holdfast.store.base import expect_at_least
 from holdfast.store.remote import HttpStore
 from holdfast.store.remote.api import Api
 from holdfast.store.remote.opening import RemoteOptions
-from holdfast.store.remote.reading import parse_web
+from holdfast.store.remote.store import parse_web
 
 _FIRST_NBYTES = 32
 

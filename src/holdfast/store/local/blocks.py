@@ -20,16 +20,16 @@ from dataclasses import dataclass
 from holdfast.errors import NotFound, StoreError, UnsupportedStore
 from holdfast.events import logger
 from holdfast.store.base import expect_inside, final_nbytes, flatten_buffer
-from holdfast.store.local.files import (
+from holdfast.store.local.folders import (
     FILE_MODE,
     NEW_FILE,
     NOFOLLOW,
     address_of,
     remove_quietly,
+    sync_folder_fd,
     temporary_name,
     write_all,
 )
-from holdfast.store.local.folders import sync_folder_fd
 from holdfast.store.local.syscalls import (
     UNSUPPORTED,
     DirectAlignment,

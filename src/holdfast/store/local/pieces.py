@@ -23,7 +23,7 @@ from holdfast.errors import CorruptData
 from holdfast.events import logger
 from holdfast.store.base import Seen
 from holdfast.store.local import reads
-from holdfast.store.local.files import NOFOLLOW, READ, write_all
+from holdfast.store.local.folders import NOFOLLOW, READ, write_all
 from holdfast.store.local.reads import OpenFile
 from holdfast.system import (
     CLOSED_ON_EXEC,

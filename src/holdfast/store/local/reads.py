@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from holdfast.store.base import Seen
-from holdfast.store.local.files import OWN_FDS, address_of, read_exactly
+from holdfast.store.local.folders import OWN_FDS, address_of, read_exactly
 from holdfast.store.local.syscalls import (
     UNSUPPORTED,
     DirectAlignment,

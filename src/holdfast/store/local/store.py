@@ -34,17 +34,27 @@ from holdfast.store.base import (
     ignore,
     is_key,
 )
-from holdfast.store.local import files, reads
+from holdfast.store.local import reads
 from holdfast.store.local.blocks import DirectWrites, LocalBlockWriter, create_file
-from holdfast.store.local.files import drafted
 from holdfast.store.local.folders import (
+    FILE_MODE,
+    NEW_FILE,
+    NO_LINKS,
+    drafted,
+    is_temporary_name,
+    link_file,
     make_folder_in,
     make_root,
     names_below,
     names_of_no_objects,
     opened_folder,
+    read_exactly,
+    regular_nbytes,
+    remove_quietly,
+    replace_with,
     segments_of,
     sync_folder_fd,
+    temporary_name,
 )
 from holdfast.store.local.reads import OpenFile, OpenFiles
 from holdfast.store.local.syscalls import NO_DESCRIPTORS, Reporting, free_space_at, is_network
@@ -117,7 +127,7 @@ class LocalStore(Store):
                 return data
             rest = bytearray(wanted - len(data))
             at = start + len(data)
-            files.read_exactly(file.fd, memoryview(rest), at, what=self._path(key))
+            read_exactly(file.fd, memoryview(rest), at, what=self._path(key))
             return data + rest
 
     @override
@@ -162,7 +172,7 @@ class LocalStore(Store):
         path = self._path(key)
         with Reporting("head", path):
             found = self._names.status(key)
-            nbytes = files.regular_nbytes(found, what=path)
+            nbytes = regular_nbytes(found, what=path)
             return ObjectInfo(key=key, nbytes=nbytes, identity=f"{found.st_dev}-{found.st_ino}")
 
     @override
@@ -215,8 +225,8 @@ class LocalStore(Store):
         # Without the right system it has nothing to refresh for: it only reads.
         with suppress(NotFound, UnsupportedStore), report, self._open_folder(folder) as folder_fd:
             if is_network(folder_fd):
-                name = files.temporary_name()
-                os.close(os.open(name, files.NEW_FILE, files.FILE_MODE, dir_fd=folder_fd))
+                name = temporary_name()
+                os.close(os.open(name, NEW_FILE, FILE_MODE, dir_fd=folder_fd))
                 os.unlink(name, dir_fd=folder_fd)
 
     @override
@@ -227,7 +237,7 @@ class LocalStore(Store):
         report = Reporting("sweep", self._path(folder))
         with suppress(NotFound), report, self._open_folder(folder) as folder_fd:
             for name in os.listdir(folder_fd):
-                if files.is_temporary_name(name):
+                if is_temporary_name(name):
                     with suppress(FileNotFoundError):
                         os.unlink(name, dir_fd=folder_fd)
                         num_removed += 1
@@ -239,7 +249,7 @@ class LocalStore(Store):
         report = Reporting("look into", self._path(folder))
         with suppress(NotFound), report, self._open_folder(folder) as folder_fd:
             names = names_of_no_objects(folder_fd)
-            return tuple(name for name in names if not files.is_temporary_name(name))
+            return tuple(name for name in names if not is_temporary_name(name))
         return ()
 
     @override
@@ -252,7 +262,7 @@ class LocalStore(Store):
             self._check_folder_syncs(folder_fd)
             with ExitStack() as undo:
                 fd = create_file(folder_fd, name, nbytes)
-                undo.callback(files.remove_quietly, folder_fd, name)
+                undo.callback(remove_quietly, folder_fd, name)
                 undo.callback(os.close, fd)
                 own_folder_fd = os.dup(folder_fd)
                 undo.callback(os.close, own_folder_fd)
@@ -278,11 +288,11 @@ class LocalStore(Store):
             self._check_folder_syncs(folder_fd)
             try:
                 with self._open_folder(source_folder) as source_fd:
-                    files.link_file(source_fd, source_name, folder_fd, name)
+                    link_file(source_fd, source_name, folder_fd, name)
             except FileNotFoundError:
                 return False
             except OSError as err:
-                if err.errno in files.NO_LINKS:
+                if err.errno in NO_LINKS:
                     return False
                 raise
             report.effect = "done"
@@ -296,16 +306,16 @@ class LocalStore(Store):
         check_key(target)
         if "/" in name:
             raise UsageError(f"point {name}: the pointer must be in the root itself")
-        aside = files.temporary_name()
+        aside = temporary_name()
         with Reporting("point", self._path(name)) as report, self._open_folder("") as root_fd:
             try:
                 os.symlink(target, aside, dir_fd=root_fd)
             except OSError as err:
-                if err.errno not in files.NO_LINKS:
+                if err.errno not in NO_LINKS:
                     raise
                 self.put(name, f"{target}\n".encode())
                 return
-            files.replace_with(root_fd, aside, name)
+            replace_with(root_fd, aside, name)
             report.effect = "done"
             sync_folder_fd(root_fd)
 
@@ -345,12 +355,12 @@ class LocalStore(Store):
         report = Reporting("probe", self._root)
         with report, self._open_folder("") as root_fd:
             sync_folder_fd(root_fd)
-            name = files.temporary_name()
+            name = temporary_name()
             try:
                 self._put_new(root_fd, name, memoryview(b"probe"), report)
                 report.effect = "none"
             finally:
-                files.remove_quietly(root_fd, name)
+                remove_quietly(root_fd, name)
             return self._direct.try_direct_writes(root_fd)
 
     def _path(self, key: str) -> str:
@@ -376,7 +386,7 @@ class LocalStore(Store):
                 file = self._open_file(key)
             is_kept = False
             try:
-                file_nbytes = files.regular_nbytes(os.fstat(file.fd), what=path)
+                file_nbytes = regular_nbytes(os.fstat(file.fd), what=path)
                 is_kept = self._files.keep(path, file)
                 yield file, file_nbytes
             finally:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.store.remote.opening import RemoteOptions
 
 if TYPE_CHECKING:
-    from holdfast.store.remote.reading import HttpStore
-    from holdfast.store.remote.store import RemoteStore
+    from holdfast.store.remote.store import HttpStore, RemoteStore
 
 __all__ = ["HttpStore", "RemoteOptions", "RemoteStore"]
 
@@ -22,7 +21,7 @@ def __getattr__(name: str) -> Any:
 
         return RemoteStore
     if name == "HttpStore":
-        from holdfast.store.remote.reading import HttpStore
+        from holdfast.store.remote.store import HttpStore
 
         return HttpStore
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,7 +26,7 @@ from holdfast.sinks.trackers import (
     WandbReferences,
     expect_models,
 )
-from holdfast.train.loggers.default import EntryLogger
+from holdfast.train.loggers.files import EntryLogger
 from holdfast.train.outputs import Entry, Histogram, Image, Table
 from holdfast.train.training import Metrics, Training
 
