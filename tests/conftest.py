@@ -71,8 +71,14 @@ def _freeze() -> None:
     _FROZEN_MODULES[0] = len(sys.modules)
 
 
+def pytest_sessionstart() -> None:
+    """Collect no garbage while tests are collected, where it would search all that they import."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Freeze what was collected, with what the first optimizer of a worker would import."""
+    gc.enable()
     if "PYTEST_XDIST_WORKER" in os.environ:
         importlib.import_module("torch._dynamo")
     _freeze()
