@@ -8,5 +8,6 @@ from __future__ import annotations
 
 import gc
 
+gc.set_threshold(10_000, 20)  # as in conftest.py
 gc.collect()
 gc.freeze()

@@ -307,15 +307,18 @@ def used(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return folder, dict(part.split("\n", 1) for part in parts)
 
 
+@pytest.mark.full
 def test_a_trigger_in_the_package_is_a_public_name(used: tuple[Path, dict[str, str]]) -> None:
     assert used[1]["trigger"].split("\n")[0] == "[2, 4, 8, 16] True"
 
 
+@pytest.mark.full
 def test_a_logger_in_the_package_is_a_public_name(used: tuple[Path, dict[str, str]]) -> None:
     lines = (used[0] / "numbers.csv").read_text().splitlines()
     assert any(line.startswith("20,loss,") for line in lines)
 
 
+@pytest.mark.full
 def test_a_codec_is_a_row_and_two_functions(
     changed: Path, used: tuple[Path, dict[str, str]]
 ) -> None:
@@ -332,6 +335,7 @@ def test_a_codec_is_a_row_and_two_functions(
     assert json.loads(report.stdout)["checkpoints"][0]["ok"]
 
 
+@pytest.mark.full
 def test_a_command_is_a_module_and_a_declaration(changed: Path, tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", {"model": {}}, sinks=()) as manager:
         manager.save(1)
@@ -344,6 +348,7 @@ def test_a_command_is_a_module_and_a_declaration(changed: Path, tmp_path: Path) 
     assert (answer["folder"], answer["step"]) == (folder, 2)
 
 
+@pytest.mark.full
 def test_a_reader_of_a_format_is_a_module_and_a_line(changed: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "weights.npy", np.arange(6, dtype=np.float32).reshape(2, 3))
     good = (tmp_path / "weights.npy").read_bytes()

@@ -124,6 +124,7 @@ def killed(root: Path, say: forks.Say, **options: Any) -> dict[str, Any]:
     return outcome(one)
 
 
+@pytest.mark.full
 def test_two_ranks_of_which_one_is_killed_end_with_the_same_bits(tmp_path: Path) -> None:
     """Invariant 7, R1: sharded weights and moments, logs and generators of both ranks."""
     job = partial(killed, max_steps=4, eval_strategy="steps", eval_steps=3)

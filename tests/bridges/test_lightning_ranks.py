@@ -194,6 +194,7 @@ def train(strategy: str, root: Path, num_ranks: int, until: int) -> dict[str, An
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["fsdp2", *full("ddp")])
 def test_other_numbers_of_ranks_have_the_same_bits_and_the_order_of_samples(
     strategy: str, tmp_path: Path

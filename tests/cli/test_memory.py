@@ -66,6 +66,7 @@ def steps_of(root: Path) -> list[int]:
     return sorted(entry.step for entry in found)
 
 
+@pytest.mark.full
 def test_the_save_of_a_killed_training_is_finished_before_the_restart(tmp_path: Path) -> None:
     root = tmp_path / "run"
     options = {"until": 4, "at": 3, "die": "before the manifest", "once": str(tmp_path / "died")}

@@ -44,6 +44,7 @@ def prove(holdfast: Command, fault: str, *options: object) -> Any:
     return holdfast("prove", "--json", "--seed", 1, *options, *command)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_a_run_that_is_killed_inside_a_save_is_proved_equal(
     holdfast: Command, folders: Path

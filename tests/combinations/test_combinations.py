@@ -32,11 +32,15 @@ def _imported() -> None:
 
 
 def marked(rows: tuple[Row, ...]) -> list[object]:
-    """Leave to `make test` the rows whose weights, optimizer or wrappers no earlier row has."""
+    """Leave to `make test` the rows with a library or a wrapper that no earlier row has.
+
+    Each kind of weights and each optimizer alone is in `tests/state`.
+    """
     seen: set[str] = set()
     params = []
     for row in rows:
-        new = {row.weights, row.optimizer, *row.wrappers} - seen - {"torch.compile inductor"}
+        libraries = {f"weights of {row.weights.split()[0]}", row.optimizer.split()[0]}
+        new = (libraries | {*row.wrappers}) - seen - {"torch.compile inductor"}
         seen |= new
         params.append(pytest.param(row, marks=() if new else pytest.mark.full, id=str(row)))
     return params

@@ -239,7 +239,7 @@ def gc_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc_module, "remove_files", lambda *args, **options: None)
 
 
-@pytest.mark.parametrize("mutant", [delete_first, *full(commit_first, files_first, gc_forgets)])
+@pytest.mark.parametrize("mutant", full(delete_first, commit_first, files_first, gc_forgets))
 def test_the_check_catches(
     mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, ram_path: Path
 ) -> None:

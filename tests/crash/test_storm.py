@@ -13,7 +13,7 @@ from storms import harmless, storm
 from ways import takes_direct
 
 
-@pytest.mark.parametrize("num_kills", [10, *full(50)])
+@pytest.mark.parametrize("num_kills", [5, *full(50)])
 def test_kills_lose_nothing(tmp_path: Path, num_kills: int) -> None:
     """R1, R9, D8, D24, D26: nothing torn, nothing acknowledged lost, no junk after gc."""
     counts = harmless(storm("storm", tmp_path / "run", "--kills", str(num_kills)))
@@ -64,6 +64,7 @@ def _check_evaluations(folder: Path, *options: str) -> dict[str, Any]:
     return counts
 
 
+@pytest.mark.full
 def test_killed_evaluators_measure_each_checkpoint_once(tmp_path: Path) -> None:
     """Two evaluators beside a training."""
     _check_evaluations(tmp_path, "--kills", "3", "--only-evaluators")

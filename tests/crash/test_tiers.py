@@ -275,6 +275,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload_module.Sender, "_send_aside", send_aside)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", [manifest_first, in_place])
 def test_the_check_catches(
     mutant: Callable[[pytest.MonkeyPatch], None],

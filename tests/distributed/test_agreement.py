@@ -17,6 +17,7 @@ from distributed.run import run_ranks
 from holdfast.errors import Disconnected, RanksFailed
 from holdfast.ranks.c10d import C10d, open_group
 from holdfast.ranks.coordinator import RankFailure
+from marks import full
 from ranks.together import client, new_server
 
 PATIENCE_S = 60.0
@@ -67,7 +68,7 @@ def fail_in_rank_1(rank: int) -> str:
     return "nobody failed"
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, *full(4)])
 def test_rounds_go_on_beside_collectives(num_ranks: int) -> None:
     sums = [b"%d" % (sum(range(num_ranks)) + num_ranks * number) for number in range(10)]
     assert run_ranks(num_ranks, rounds_beside_collectives) == [sums] * num_ranks

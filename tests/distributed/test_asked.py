@@ -95,7 +95,7 @@ def test_a_function_decides_in_the_leader(tmp_path: Path) -> None:
     assert results == [results[0]] * 2
 
 
-@pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("ranks", [[1], *full([0], [0, 1])])
 def test_a_signal_is_saved_and_ends_all_ranks_at_one_step(tmp_path: Path, ranks: list[int]) -> None:
     at_step = partial(send, ranks, signal.SIGTERM)
     results = run_ranks(2, partial(train, tmp_path, "100000step", at_step, 9))

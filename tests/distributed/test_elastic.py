@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from _pytest.mark import ParameterSet
 
 from distributed.jobs import WAYS, make
 from distributed.run import run_ranks
@@ -66,18 +65,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
     return folder, expected
 
 
-QUICK = {("plain", 1), ("fsdp_tp", 4)}
+def cases() -> list[tuple[str, int]]:
+    """Every way on every number of ranks that it takes."""
+    return [(name, ranks) for name, way in WAYS.items() for ranks in way.ranks]
 
 
-def cases() -> list[ParameterSet]:
-    """Every way on every number of ranks that it takes, most of them in the full tier."""
-    return [
-        pytest.param(name, ranks, marks=() if (name, ranks) in QUICK else pytest.mark.full)
-        for name, way in WAYS.items()
-        for ranks in way.ranks
-    ]
-
-
+@pytest.mark.full
 @pytest.mark.parametrize(("way", "num_ranks"), cases())
 def test_each_is_loaded_as_each(
     way: str, num_ranks: int, saved: tuple[Path, Saved], tmp_path: Path

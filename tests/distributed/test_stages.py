@@ -97,10 +97,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Bit
 @pytest.mark.parametrize(
     ("cut", "num_ranks", "root"),
     [
-        ("stages", 1, "stages-4"),
         ("stages", 3, "stages-2"),
         ("experts", 2, "experts-4"),
-        ("stages", 2, "sharded-4"),
+        pytest.param("stages", 1, "stages-4", marks=pytest.mark.full),
+        pytest.param("stages", 2, "sharded-4", marks=pytest.mark.full),
         pytest.param("stages", 2, "stages-4", marks=pytest.mark.full),
         pytest.param("stages", 4, "stages-2", marks=pytest.mark.full),
         pytest.param("stages", 1, "sharded-4", marks=pytest.mark.full),

@@ -45,6 +45,7 @@ def test_no_reader_is_hurt_by_any_of_them(share: int) -> None:
     assert bad(found, max_growth=MAX_GROWTH) == ""
 
 
+@pytest.mark.full
 def test_the_harness_notices() -> None:
     """R27, R28: every mutant of our readers is caught, and no case hides the fault of another.
 

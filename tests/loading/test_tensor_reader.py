@@ -452,7 +452,7 @@ def test_with_nothing_usable_left_a_resume_in_place_says_that_the_state_is_mixed
     manager.close()
 
 
-@pytest.mark.parametrize("tiered", [False, True])
+@pytest.mark.parametrize("tiered", [True, *full(False)])
 def test_with_nothing_usable_left_a_resume_in_place_gives_the_run_up_and_marks_all_it_tried(
     tmp_path: Path, tiered: bool
 ) -> None:
@@ -673,7 +673,7 @@ class Failing(LocalStore):
         super().read_into(key, start, buffer, **named)
 
 
-@pytest.mark.parametrize("error", [errors.StoreError, errors.TransientStoreError])
+@pytest.mark.parametrize("error", [errors.TransientStoreError, *full(errors.StoreError)])
 def test_an_error_that_passes_costs_a_resume_in_place_no_checkpoint(
     tmp_path: Path, error: type[errors.StoreError]
 ) -> None:

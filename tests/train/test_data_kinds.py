@@ -53,9 +53,7 @@ def mean_square(model: torch.nn.Module, batch: Tensor) -> Tensor:
     return model(batch.float()).square().mean()
 
 
-@pytest.mark.parametrize(
-    "kind", ["stream-workers", "buckets", *full(*sorted({*DATA} - {"stream-workers", "buckets"}))]
-)
+@pytest.mark.parametrize("kind", ["buckets", *full(*sorted({*DATA} - {"buckets"}))])
 def test_a_run_that_ended_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     """Invariant 7: within epochs, at their ends, and in the third one."""
     straight = trainer(tmp_path / "straight", DATA[kind]())

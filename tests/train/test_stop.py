@@ -550,6 +550,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_workers", [2, *full(0)])
 def test_under_a_supervisor_a_forwarded_signal_ends_both_with_the_status_for_a_requeue(
     tmp_path: Path, num_workers: int

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distributed.run import run_ranks
 from holdfast.train.strategies import settle_buckets
+from marks import full
 
 NUM_RANKS = 3
 
@@ -68,7 +69,7 @@ def started_late(is_settled: bool, options: dict[str, Any], rank: int) -> tuple[
     return all(map(torch.equal, found, expected)), len(found)
 
 
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.0005}], ids=["one", "several"])
+@pytest.mark.parametrize("options", [*full({}), {"bucket_cap_mb": 0.0005}], ids=["one", "several"])
 def test_a_first_backward_pass_sums_as_a_third(options: dict[str, Any]) -> None:
     found = run_ranks(NUM_RANKS, partial(started_late, True, options))
     assert found == [(True, 19)] * NUM_RANKS

@@ -163,8 +163,8 @@ STRATEGIES = {
 }
 
 
-QUICK = ("ddp", "mixed")
-"""Run by `make test`; "mixed" uses FSDP2 with more options instead of plain FSDP2."""
+QUICK = ("mixed",)
+"""Run by `make test`: FSDP2 with more options; DDP is in `test_exact.py`."""
 
 
 @pytest.mark.parametrize(
@@ -477,7 +477,7 @@ def signalled(root: Path | None, rank: int) -> tuple[int, int]:
     return trainer.counters.step, int(str(ending.value.code))
 
 
-@pytest.mark.parametrize("has_root", [True, False])
+@pytest.mark.parametrize("has_root", [True, *full(False)])
 def test_a_signal_to_one_rank_ends_all_at_one_step(has_root: bool, tmp_path: Path) -> None:
     (step, code), other = run_ranks(2, partial(signalled, tmp_path if has_root else None))
     assert other == (step, code)
@@ -541,7 +541,7 @@ def logged(root: Path, rank: int) -> tuple[str, int]:
     return logger.run, logger.num_calls
 
 
-@pytest.mark.parametrize("what", ["write", "read"])
+@pytest.mark.parametrize("what", ["write", *full("read")])
 def test_a_save_that_one_rank_failed_is_made_again_at_one_step(what: str, tmp_path: Path) -> None:
     """R38: every rank hears of saves at the same steps, and what has failed on any has failed."""
     events, others = run_ranks(2, partial(failing, tmp_path, what))
@@ -969,10 +969,9 @@ def trained_on_five(num_ranks: int, options: dict[str, Any], rank: int) -> dict[
 @pytest.mark.parametrize(
     "options",
     [
-        {"strategy": "ddp"},
         {"strategy": "fsdp2", "skip_nan": 1},
-        {"strategy": "ddp", "micro_batch": 1},
         {"strategy": "ddp", "accumulate": 2},
+        *full({"strategy": "ddp"}, {"strategy": "ddp", "micro_batch": 1}),
     ],
 )
 def test_a_sample_that_two_ranks_train_on_counts_once_with_weights(options: dict[str, Any]) -> None:
