@@ -84,7 +84,7 @@ SOURCE = (
     Limit("lines of the core", 66_580, _SMALLER, reason="messages, and claims of hosts' disks"),
     Limit(
         "modules",
-        394,
+        395,
         "Put the function beside its only caller",
     ),
     # Classes with one name in several modules; the figure counts names.
