@@ -5,6 +5,7 @@ Real processes and sockets; lost hosts are in `distributed/test_lost_hosts.py`.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -174,6 +175,73 @@ def test_a_peer_without_the_secret_is_disconnected_and_changes_nothing() -> None
         peer.close()
     assert listener._connected == {1: kept}
     assert connected(follower).find_lost(0.0) == {}
+
+
+def fail(*_: object) -> None:
+    raise OSError(errno.EINVAL, "injected")
+
+
+def test_connections_stay_open_when_the_thread_that_watches_them_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until the stop: a follower would take their end for the end of the leader."""
+    ranks = pair(new_server())
+    leader, follower = map(connected, ranks)
+    assert isinstance(leader, LeaderListener)
+    kept, stopping = leader._connected[1], list[int]()
+    close = leader.close_sockets
+
+    def close_sockets() -> None:
+        stopping.append(leader._stopping.fileno())
+        close()
+
+    monkeypatch.setattr(leader, "close_sockets", close_sockets)
+    monkeypatch.setattr(leader, "_accept", fail)
+    with dial(leader.address, b""):
+        until(lambda: leader.problem is not None)
+    assert not leader.is_connected(1), "heartbeats count"
+    assert leader.find_lost(0.0) == follower.find_lost(0.0) == {}
+    assert kept.fileno() >= 0
+    leader.stop_watching()
+    until(lambda: 0 in follower.find_lost(0.0))
+    assert stopping == [-1], "closed after the stop"
+
+
+def test_a_listener_that_fails_pauses_and_a_stop_ends_the_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(liveness, "_RETRY_S", HOUR_S)
+    listener = LeaderListener(2, ("127.0.0.1", 1), NEAR, is_one_host=True)
+    calls: list[None] = []
+    accept = listener._accept
+    monkeypatch.setattr(listener, "_accept", lambda: (calls.append(None), accept()))
+    listener.start_watching()
+    listener._listener.shutdown(socket.SHUT_RDWR)  # accept() fails, and it stays readable
+    until(lambda: bool(calls))
+    listener.stop_watching()
+    until(lambda: listener._selector.get_map() is None)
+    assert len(calls) == 1
+    assert listener.problem is None
+
+
+def test_a_peer_that_cannot_be_probed_is_closed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    leader, follower = map(connected, pair(new_server()))
+    assert isinstance(leader, LeaderListener)
+    register, are_locked = leader._selector.register, list[bool]()
+
+    def register_locked(peer: socket.socket, events: int) -> object:
+        are_locked.append(liveness._forking.locked())
+        return register(peer, events)
+
+    monkeypatch.setattr(leader._selector, "register", register_locked)
+    with monkeypatch.context() as broken:
+        broken.setattr(liveness, "_probe_often", fail)
+        with dial(leader.address, b"") as peer:
+            assert peer.recv(1) == b""
+    assert are_locked == [True], "no fork comes between"
+    assert leader.problem is None
+    follower._connected[0].shutdown(socket.SHUT_RDWR)
+    until(lambda: len(are_locked) == 2 and leader.is_connected(1) and not leader.find_lost(0.0))
 
 
 @pytest.mark.parametrize("is_one_host", [True, False])

@@ -18,7 +18,7 @@ from contextlib import suppress
 from hmac import compare_digest
 from ipaddress import ip_address
 from selectors import EVENT_READ, DefaultSelector, SelectorKey
-from threading import Thread
+from threading import Lock, Thread
 from typing import NamedTuple
 
 import msgspec
@@ -122,16 +122,33 @@ class RankConnections(ABC):
         """Run in the thread, until `_Stopped`."""
 
     def _run(self) -> None:
+        with suppress(_Stopped):
+            try:
+                self._keep_connections()
+            except OSError as error:
+                # Others take the end of a connection for the end of this rank: keep them open.
+                self._connected.clear()
+                self._ends.clear()
+                self.problem = describe_problem(
+                    f"{self._name} watches its connections no more: {error}"
+                )
+                self._wait_for_stop(None)
+        self.close_sockets()
+
+    def _wait_for_stop(self, limit_s: float | None) -> None:
+        """Watch no connection for `limit_s` seconds, or raise `_Stopped`."""
+        self._stopped.settimeout(limit_s)
+        with suppress(TimeoutError):
+            self._stopped.recv(1)
+            raise _Stopped
+
+    def _register(self, connection: socket.socket) -> None:
+        """Wait for a new socket, too, or close it and raise `OSError`."""
         try:
-            self._keep_connections()
-        except _Stopped:
-            pass
-        except OSError as error:
-            self.problem = describe_problem(
-                f"{self._name} watches its connections no more: {error}"
-            )
-        finally:
-            self.close_sockets()
+            self._selector.register(connection, EVENT_READ)
+        except OSError:
+            connection.close()
+            raise
 
     def close_sockets(self) -> None:
         """Close all that this process has of the connections."""
@@ -150,8 +167,9 @@ class RankConnections(ABC):
 
     def _close(self, connection: socket.socket) -> None:
         self._ranks.pop(connection, None)
-        self._selector.unregister(connection)
-        connection.close()
+        with _forking:
+            self._selector.unregister(connection)
+            connection.close()
 
     def _set_connected(self, rank: int, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -185,6 +203,8 @@ def _socket_of(key: SelectorKey) -> socket.socket:
 
 _ALL: weakref.WeakSet[RankConnections] = weakref.WeakSet()
 _DONE: list[RankConnections] = []
+_forking = Lock()
+"""Held by forks, and while a connection is open and not registered, so not closed in a child."""
 
 
 def describe_problem(problem: str) -> str:
@@ -209,12 +229,13 @@ def stop_former() -> None:
 def _close_in_child() -> None:
     """Close the copies of a forked child, which would keep connections of an ended parent open."""
     # Without a shutdown, which would end the connection of the parent, too.
+    _forking.release()
     for connections in _ALL:
         with suppress(OSError, RuntimeError, ValueError):
             connections.close_sockets()
 
 
-at_fork(after_in_child=_close_in_child)
+at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_close_in_child)
 
 
 class LeaderConnection(RankConnections):
@@ -253,9 +274,9 @@ class LeaderConnection(RankConnections):
         for family, kind, protocol, _, address in socket.getaddrinfo(
             *self._address, type=socket.SOCK_STREAM
         ):
-            connection = socket.socket(family, kind, protocol)
-            # Before the first wait, since a fork closes what is registered.
-            self._selector.register(connection, EVENT_READ)
+            with _forking:
+                connection = socket.socket(family, kind, protocol)
+                self._register(connection)
             try:
                 self._greet(connection, address)
             except OSError as error:
@@ -327,20 +348,26 @@ class LeaderListener(RankConnections):
 
     def _accept(self) -> None:
         try:
-            peer, _ = self._listener.accept()
-        except OSError as error:
-            # The peer stays in the backlog, so that the listener can be read at once again.
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(_RETRY_S)
+            with _forking:
+                peer, _ = self._listener.accept()
+                self._register(peer)
+        except BlockingIOError:
+            return  # the peer has ended in the meantime
+        except OSError:
+            # The listener may be readable at once again, as if there are too many open files.
+            self._wait_for_stop(_RETRY_S)
             return
         peer.setblocking(False)
-        _probe_often(peer)
+        try:
+            _probe_often(peer)
+        except OSError:  # on macOS, if it has ended
+            self._close(peer)
+            return
         while len(self._unknown) >= _NUM_UNKNOWN:
             oldest = next(iter(self._unknown))
             del self._unknown[oldest]
             self._close(oldest)
         self._unknown[peer] = b""
-        self._selector.register(peer, EVENT_READ)
 
     def _admit(self, peer: socket.socket) -> None:
         """Read from an unknown peer, which has to show that it is a follower."""
