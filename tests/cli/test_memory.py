@@ -20,6 +20,7 @@ import warm
 from children import environment
 from holdfast.cli import run as run_module
 from holdfast.cli.run import StagingMemory, remove_stale_folders
+from holdfast.errors import UsageError
 from holdfast.maintenance.verify import verify
 from holdfast.ownership.process import liveness, this_process
 from holdfast.root.catalog import Catalog
@@ -138,6 +139,12 @@ def test_more_than_there_is_is_refused(holdfast: Any) -> None:
     result: Result = holdfast("run", "--memory", "900TB", "true")
     assert result.code == 2
     assert "bytes free" in result.err
+
+
+@pytest.mark.parametrize("size", ["0", "8", "8.5", "8 ", "0GB", "999kB", "1000000"])
+def test_a_size_needs_a_unit_and_a_megabyte(size: str, place: Path) -> None:
+    with pytest.raises(UsageError, match=f"--memory {size}: expected a unit"):
+        StagingMemory(size)
 
 
 def test_the_folder_is_for_its_user_only(place: Path) -> None:

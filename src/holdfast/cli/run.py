@@ -46,6 +46,7 @@ from holdfast.system import user_number
 
 PLACE = Path("/dev/shm")
 _PREFIX = "holdfast-"
+_LEAST_NBYTES = 1_000_000
 
 
 class StagingMemory:
@@ -54,6 +55,8 @@ class StagingMemory:
     def __init__(self, budget: str) -> None:
         """Check the budget, such as "8GB"."""
         self._nbytes = number_of_bytes(budget, what="--memory ")
+        if not budget[-1].isalpha() or self._nbytes < _LEAST_NBYTES:
+            raise UsageError(f"--memory {budget}: expected a unit and at least 1MB, such as 8GB")
         self._folder: SharedFolder | None = None
         if not PLACE.is_dir():
             raise UsageError(f"--memory: needs {PLACE}, which this system lacks")
