@@ -207,10 +207,16 @@ class Session:
         """Make what ranks share about the disks of their hosts, on all ranks at this point."""
         # A root with one disk needs none of this.
         from holdfast.loading.hosts import HostRecords
+        from holdfast.ranks.hosts import OPTIONS_S, HostRounds
         from holdfast.replication.hosts import HostOrders
         from holdfast.saving.partner_copies import PartnerCopies
 
         assert isinstance(self.catalog, TieredCatalog), "there are two tiers"
+        # Before the exchange of copies, which would wait for ranks without a partner.
+        task = "comparing the options of HostTiers"
+        rounds = HostRounds(self.ranks, self.emit, timeout_s=OPTIONS_S, task=task)
+        remote = self.catalog.remote.store.url
+        rounds.expect_equal_options({"remote": remote, "partner": str(root.partner)})
         self.records = HostRecords(self.ranks, self.catalog, self.emit, timeout_s=timeout_s)
         self._orders = HostOrders(self.ranks, self.records, timeout_s=timeout_s, emit=self.emit)
         if root.partner and self.ranks.world_size == 1:

@@ -337,6 +337,24 @@ def test_tiers_on_disks_that_are_not_shared_propose_these(tmp_path: Path) -> Non
     assert all("HostTiers" in str(one) for one in said), said
 
 
+def make_differing(folder: Path, name: str, rank: int) -> str:
+    """Make a manager with another option on rank 2, which must fail; returns the error."""
+    odd = rank == 2
+    remote = folder / ("other" if odd and name == "remote" else "remote")
+    root = HostTiers(folder / f"{rank}", remote, partner=odd and name == "partner")
+    with pytest.raises(errors.UsageError) as caught:
+        CheckpointManager(root, make("fsdp", seed=1).state)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["remote", "partner"])
+def test_options_that_differ_by_rank_are_refused_on_all(name: str, tmp_path: Path) -> None:
+    said = run_ranks(4, partial(make_differing, tmp_path, name))
+    values = {"remote": (tmp_path / "remote", tmp_path / "other"), "partner": (False, True)}[name]
+    expected = f"{name} is {values[0]} on ranks 0 to 1 and 3, {values[1]} on rank 2."
+    assert all(expected in str(one) for one in said), said
+
+
 @pytest.mark.parametrize("name", ["broadcast", "memory_budget", "encrypt"])
 def test_options_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
     keys = Encryption(keys=SecretKey(bytes(range(32))))

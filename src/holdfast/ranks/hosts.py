@@ -5,19 +5,29 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
-from holdfast.errors import FormatError, HoldfastError, RanksError, StoreError
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    RanksError,
+    StoreError,
+    UsageError,
+    name_ranks,
+    some_of,
+)
 from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.ranks.coordinator import GRACE_S, Coordinator, RankFailure, Watch, decode_message
 from holdfast.store.base import Store
 
+OPTIONS_S = 60.0
+"""Limit on the wait for the options of all ranks, which begin at the same time."""
 _FAIL_S = 5.0
 
 
@@ -75,13 +85,22 @@ class _HostsNote(msgspec.Struct, frozen=True):
 
 
 class HostRounds:
-    """Rounds of the ranks about their hosts, each rank's in the same order.
+    """Rounds of messages about hosts, which all ranks run in the same order.
 
     An error of one rank fails the round for all.
     """
 
-    def __init__(self, ranks: Coordinator, emit: Emitter, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        ranks: Coordinator,
+        emit: Emitter,
+        *,
+        timeout_s: float,
+        task: str = "comparing the disks of hosts",
+    ) -> None:
+        """Set up; `task` says in errors and warnings what the rounds are for."""
         self.ranks = ranks
+        self._task = task
         self._timeout_s = timeout_s
         self._emit = emit
         self._manager = ranks.number()
@@ -109,6 +128,21 @@ class HostRounds:
         posts = self.ranks.collect(tag, timeout_s=self._timeout_s, watch=self._make_watch())
         return posts.expect_all(tag)
 
+    def expect_equal_options(self, options: Mapping[str, str]) -> None:
+        """Raise `UsageError` on all ranks if one of these options of HostTiers differs by rank."""
+        try:
+            self.post_answer(msgspec.msgpack.encode(options))
+            if self.ranks.is_leader:
+                problem = _compare_options(self.collect_answers())
+                self.announce_note(problem.encode())
+            else:
+                problem = self.receive_note().decode()
+        except BaseException as error:
+            self.report_failure(error)
+            raise
+        if problem:
+            raise UsageError(f"HostTiers: {problem}. Pass the same to HostTiers on all ranks")
+
     def report_failure(self, error: BaseException) -> None:
         """Fail the round on all ranks."""
         if self.ranks.is_leader:
@@ -116,16 +150,30 @@ class HostRounds:
         elif isinstance(error, RanksError):
             return  # the leader has said it, or cannot be reached
         # Each failure comes before this rank's next message, so others wait for this tag.
-        failure = RankFailure.from_error(error, phase="comparing the disks of hosts")
+        failure = RankFailure.from_error(error, phase=self._task)
         with suppress(HoldfastError):
             self.ranks.fail(self._tag, failure, timeout_s=_FAIL_S)
 
     def _make_watch(self) -> Watch:
-        return Watch(partial(self._emit, "warning"), "comparing the disks of hosts")
+        return Watch(partial(self._emit, "warning"), self._task)
 
     @property
     def _tag(self) -> str:
-        return f"hosts of manager {self._manager}, message {self._num_rounds}"
+        return f"{self._task} of manager {self._manager}, message {self._num_rounds}"
+
+
+def _compare_options(answers: Sequence[bytes]) -> str:
+    """Name the options that differ, with each value and its ranks; empty if all are equal."""
+    differing: list[str] = []
+    found = [decode_message(answer, dict[str, str], "options of HostTiers") for answer in answers]
+    for name in found[0]:
+        ranks_of: dict[str | None, list[int]] = {}
+        for rank, options in enumerate(found):
+            ranks_of.setdefault(options.get(name), []).append(rank)
+        if len(ranks_of) > 1:
+            values = [f"{value} on {name_ranks(ranks)}" for value, ranks in ranks_of.items()]
+            differing.append(f"{name} is {some_of(values, 4)}")
+    return "; ".join(differing)
 
 
 def find_hosts(rounds: HostRounds, store: Store) -> Hosts:
@@ -159,7 +207,7 @@ def find_hosts(rounds: HostRounds, store: Store) -> Hosts:
 
 
 def _meet_again(rounds: HostRounds, data: bytes) -> bytes:
-    """Post, and return what the leader makes of all posts; all ranks have then come so far."""
+    """Post data, and return the leader's note, which follows the posts of all ranks."""
     rounds.post_answer(data)
     if not rounds.ranks.is_leader:
         return rounds.receive_note()
