@@ -122,7 +122,7 @@ class _Unreadable(CorruptData):
 
 
 class _Interrupted(Exception):
-    """The leader has announced something else while this rank was reading."""
+    """Signal: the leader has announced something else while this rank was reading."""
 
     def __init__(self, note: _Note) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def applying(
     broadcasts: bool = False,
     records: HostRecords | None = None,
 ) -> CheckpointApplier:
-    """Return what applies checkpoints in this rank; with `broadcasts`, each is read once.
+    """Return the `CheckpointApplier` of this rank; with `broadcasts`, each block is read once.
 
     `records` are of the hosts, if each of them has a disk.
     """
@@ -229,7 +229,7 @@ class _RanksApplying(CheckpointApplier):
         return turns_of(self._ranks.rank, note.needs, note.of_rank, self._holders)
 
     def _read_for_others(self, candidate: LoadCandidate, note: _Turns) -> None:
-        """Take part in turns in which this rank, which has read all that it needs, reads."""
+        """Take part in turns after this rank has read all blocks that it needs itself."""
         if turns := self._turns(note):
             candidate.reader.read_for_others(turns)
 
@@ -254,7 +254,7 @@ class _RanksApplying(CheckpointApplier):
             raise
 
     def _leave_exchange(self) -> None:
-        """Take part in no exchange any more, after one whose connections may have been closed."""
+        """Exchange no more blocks, as a failed exchange may have closed connections."""
         self._exchange, self.is_sharing = None, False
         self._emit(
             "warning",
@@ -277,7 +277,7 @@ class _RanksApplying(CheckpointApplier):
             self._ranks.fail(tag, RankFailure.from_error(error, phase=phase), timeout_s=_FAIL_S)
 
     def _limit_s(self, error: HoldfastError | None) -> float:
-        """Return how long to wait for other ranks: until its end, after an exchange that failed."""
+        """Return the limit on a wait for other ranks; after a failed exchange, until its end."""
         if isinstance(error, Disconnected):
             return max(self._exchange_end - time.monotonic(), 0.0)
         return self._timeout_s
@@ -379,13 +379,13 @@ class LeaderLoad(_RanksApplying):
             raise RanksFailed(f"{own.method}(), {self._message_tag}", odd)
 
     def meet(self) -> None:
-        """Learn what each host has, if each has a disk."""
+        """List the records and files of each host, if each has a disk."""
         if self._records is not None:
             self._announce_note(_Meet())
             self._records.lead()
 
     def ask_to_read(self, entry: Entry, options: LoadOptions, *, is_remote: bool) -> Store | None:
-        """Let all followers read a candidate, from the same tier; return the own view of it."""
+        """Let all followers read a candidate, from the same tier; return this rank's view of it."""
         view, sources = None, None
         self._refusal, self._has_other_source = None, False
         if self._records is not None:
@@ -439,7 +439,7 @@ class LeaderLoad(_RanksApplying):
         return self._turns(self._announce_needs(posts))
 
     def _after(self, said: _Answer | _Needs) -> list[_Answer | _Needs]:
-        """Post; return what all ranks have posted, if none of them refuses the candidate."""
+        """Post an answer or needs; return the posts of all ranks, if none refuses the candidate."""
         self._post(said)
         posts = self._collected()
         for rank, answer in enumerate(posts):
@@ -457,7 +457,7 @@ class LeaderLoad(_RanksApplying):
         return posts
 
     def _announce_needs(self, posts: Sequence[_Answer | _Needs]) -> _Turns:
-        """Announce what all ranks need."""
+        """Announce the blocks that all ranks need."""
         runs = [post.runs if isinstance(post, _Needs) else None for post in posts]
         numbers = {of: n for n, of in enumerate(dict.fromkeys(of for of in runs if of is not None))}
         note = _Turns(tuple(numbers), tuple(-1 if of is None else numbers[of] for of in runs))
@@ -589,7 +589,7 @@ class FollowingApplying(_RanksApplying):
             raise
 
     def _read_until_ordered(self, search: Search, note: _Note) -> _Apply:
-        """Read what the leader names, until it orders to apply the last."""
+        """Read the candidates that the leader announces, until it orders to apply the last."""
         answer = _Answer("failed", "the leader has named no checkpoint")
         while not isinstance(note, _Apply):
             try:

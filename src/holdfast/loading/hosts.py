@@ -97,7 +97,7 @@ class _Listed(msgspec.Struct, frozen=True):
 
 
 class HostRecords:
-    """What the hosts of one manager have; all ranks call `lead` and `follow` at the same points."""
+    """Lists of what each host's disk has; all ranks call `lead` or `follow` at the same points."""
 
     def __init__(
         self, ranks: Coordinator, catalog: TieredCatalog, emit: Emitter, *, timeout_s: float
@@ -122,7 +122,7 @@ class HostRecords:
         return self.found
 
     def lead(self) -> None:
-        """In the leader: learn what all hosts have, and copy the records that its root lacks."""
+        """List records and files of all hosts, and copy records that the leader's root lacks."""
         with self._failing_together():
             if self.found is None:
                 self._announce(_Find())
@@ -140,7 +140,7 @@ class HostRecords:
         self._catalog.look_again()
 
     def follow(self) -> None:
-        """In a follower: take part in what the leader does in `lead`."""
+        """Answer the messages of the leader's `lead`, in a follower."""
         with self._failing_together():
             while not isinstance(note := self._receive(), _Done):
                 if isinstance(note, _Find):
@@ -168,7 +168,7 @@ class HostRecords:
     # What a host has
 
     def _list_own(self) -> bytes:
-        """List what this host has, in its leader."""
+        """List the claims, registers and files of this host, in its leader."""
         if not self.hosts.is_host_leader:
             return b""
         store, catalog = self._store, Catalog(self._store)
@@ -368,7 +368,7 @@ class HostRecords:
         return len(self._damaged)
 
     def find_sources(self, entry: Entry, options: LoadOptions) -> FileSources:
-        """In the leader: say from where all ranks read the files of a checkpoint.
+        """Return the sources from which all ranks read a checkpoint's files, in the leader.
 
         Raises:
             LostHost: no source of a file is left; names the host that wrote it.
@@ -482,7 +482,7 @@ class HostRecords:
     def note_suspects(
         self, rank: int, names: Sequence[str], folder: str, sources: FileSources
     ) -> bool:
-        """In the leader: use copies that a rank found damaged no more; False without a new one."""
+        """Exclude copies that a rank found damaged; return whether one is new. In the leader."""
         own = self.hosts.of_rank[rank]
         found: list[tuple[int, str, str]] = []
         for name in names:

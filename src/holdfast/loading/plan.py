@@ -198,7 +198,7 @@ NO_HOLDERS: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 class FileSources(msgspec.Struct, frozen=True):
-    """From where ranks with a disk in each host read the files of a checkpoint (decision 0068)."""
+    """Sources from which ranks on hosts with a disk each read a checkpoint (decision 0068)."""
 
     hosts: tuple[tuple[int, ...], ...]
     """Different sets of hosts that have some file."""

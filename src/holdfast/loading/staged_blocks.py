@@ -1,6 +1,6 @@
 """Blocks in the shared memory of `holdfast run`, found by digest and read in place of stored ones.
 
-They are what managers of dead processes have staged, or closed ones (decision 0069).
+Managers that are closed, or whose processes are dead, have staged them (decision 0069).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PIECE_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StagedBlock:
-    """One block in shared memory, which is to have a digest."""
+    """Block in shared memory, and the digest that it must have."""
 
     path: Path
     start: int
@@ -70,7 +70,7 @@ class StagedBlocks:
 
     @classmethod
     def of_ended_managers(cls, emit: Emitter) -> StagedBlocks | None:
-        """Find them; None if there are none."""
+        """Find the blocks of ended managers; None if there are none."""
         path = memory_folder()
         folders = [] if path is None else SharedFolder(Path(path)).staging_folders()
         found: dict[bytes, StagedBlock] = {}
@@ -80,7 +80,7 @@ class StagedBlocks:
         return cls(found) if found else None
 
     def find_block(self, file: FileBlocks, number: int) -> StagedBlock | None:
-        """Find a block of a stored file; None: it has to be read."""
+        """Find a block of a stored file; None if storage has to be read."""
         return self.found.get(file.digests[DIGEST_NBYTES * number : DIGEST_NBYTES * (number + 1)])
 
 

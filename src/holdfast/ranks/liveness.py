@@ -56,7 +56,7 @@ _OPTIONS = {
 
 
 class LeaderAddress(msgspec.Struct, frozen=True):
-    """Where the leader listens, which it announces in the group's store."""
+    """Address at which the leader listens, as announced in the group's store."""
 
     host: str
     """Address, or empty: the host of the group's store, by the name that each rank has for it."""
@@ -78,7 +78,7 @@ class ConnectionEnd(NamedTuple):
 
 
 class _Stopped(Exception):
-    """Ends the thread of connections."""
+    """Signal that ends the thread of connections."""
 
 
 class RankConnections(ABC):
@@ -119,7 +119,7 @@ class RankConnections(ABC):
 
     @abstractmethod
     def _keep_connections(self) -> None:
-        """Run in the thread, until `_Stopped`."""
+        """Make and watch connections, in the thread, until `_Stopped`."""
 
     def _run(self) -> None:
         with suppress(_Stopped):
@@ -151,7 +151,7 @@ class RankConnections(ABC):
             raise
 
     def close_sockets(self) -> None:
-        """Close all that this process has of the connections."""
+        """Close this process's copies of all sockets."""
         self._stopping.close()
         # A closed selector has no map: a fork also closes connections that ended before.
         for key in [*(self._selector.get_map() or {}).values()]:
@@ -208,7 +208,7 @@ _forking = Lock()
 
 
 def describe_problem(problem: str) -> str:
-    """Say what it means that connections cannot be made."""
+    """Describe the effect of a problem with connections, and the remedy."""
     return (
         f"{problem}. So ranks notice only after minutes that a host was lost, instead of within "
         "10 s. Allow TCP connections between the hosts of the ranks"

@@ -133,7 +133,7 @@ class HostOrders:
         return HostNames(own=own, others=others, is_leading=hosts.is_leading)
 
     def start(self, event: str) -> None:
-        """Begin the orders that follow an event, which all ranks have seen as often."""
+        """Begin the orders after an event, such as a commit, that all ranks count alike."""
         self._uses[event] += 1
         again = f" ({self._uses[event]})" if self._uses[event] > 1 else ""
         self._name = f"orders of manager {self._manager} after {event}{again}"
@@ -264,7 +264,7 @@ class LeadingHousekeeper(Housekeeper):
             self._orders.announce(_DocumentsNote(entry.folder, documents))
 
     def read_back(self, folder: str) -> str:
-        """Return what is wrong with a checkpoint's files on other hosts; empty if nothing is."""
+        """Return the problems of a checkpoint's files on other hosts; empty if there are none."""
         self._orders.announce(_ReadBackNote(folder))
         hosts = self._orders.hosts
         answers = enumerate(self._orders.collect_answers())
@@ -361,7 +361,7 @@ class FollowingHousekeeper(Housekeeper):
         return "; ".join(map(str, report.of_state[:3]))
 
     def _delete(self, removed: Sequence[Removed]) -> None:
-        """Delete in this host's root what the leader has deleted, and what was left before."""
+        """Delete checkpoints that the leader has deleted from this host's root, and leftovers."""
         self._left |= {one.folder: one for one in removed}
         claim = self._owner.claim
         for one in [*self._left.values()]:
@@ -660,7 +660,7 @@ def follow_hosts(
     *,
     timeout_s: float,
 ) -> tuple[HostFollowing, HostUploads, FollowingHousekeeper]:
-    """Create what a follower owns, uploads and deletes, on its host's disk."""
+    """Create the owner, uploads and housekeeper of a follower, for its host's disk."""
     uploads = HostUploads(local, remote, orders, options, emit, timeout_s=timeout_s)
     owner = HostFollowing(local, uploads, emit=emit)
     return owner, uploads, FollowingHousekeeper(owner, deleter, orders, uploads)

@@ -1,4 +1,4 @@
-"""Finishes what a dead training has staged whole: in its term, or not at all (decision 0069).
+"""Completion of a save that a dead training has staged whole, in its epoch (decision 0069).
 
 `holdfast run --memory` starts `python -m holdfast.saving.finish FOLDER` when its command has ended.
 """
@@ -48,7 +48,7 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadRank:
-    """What one dead rank has staged whole."""
+    """State that one dead rank has staged whole, with its record."""
 
     folder: StagingFolder
     record: StagedRecord
@@ -90,7 +90,7 @@ def finish_saves(folder: SharedFolder, say: Say) -> None:
 
 
 def _saves_in(folder: SharedFolder, say: Say) -> list[list[DeadRank]]:
-    """Group the records by save; by rank."""
+    """Group the records by save, and within each by rank."""
     saves: dict[object, list[DeadRank]] = {}
     for own in folder.staging_folders():
         path = own.record_path
@@ -206,7 +206,7 @@ def _participant(ranks: Sequence[DeadRank]) -> SaveParticipant:
 
 
 class RecordedRanks(SaveParticipant):
-    """All ranks of a save, by their records: `write` takes it for that of a leader."""
+    """Save of a leader, for `write`, in which the records of dead ranks replace their messages."""
 
     is_in_doubt = False
 

@@ -1,6 +1,6 @@
-"""Stages in the shared memory of `holdfast run --memory`, and records what is staged whole.
+"""Staging in the shared memory of `holdfast run --memory`, with a record of each whole state.
 
-The record says all that another process needs to write and commit the save (decision 0069).
+From the record, another process can write and commit the save (decision 0069).
 `saving.finish` does that when the training is dead, and `loading.staged_blocks` reads the memory.
 """
 

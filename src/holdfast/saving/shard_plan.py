@@ -1,4 +1,4 @@
-"""Shares of a save by several ranks: the leaves and boxes that each holds, and what it writes.
+"""Shares of a save by several ranks: leaves and boxes that each rank holds, and files it writes.
 
 The leader plans from the shares of all ranks. Knows the messages' content, and neither their way
 nor files on disk.
@@ -102,7 +102,7 @@ class Share(msgspec.Struct, frozen=True, tag="share", array_like=True):
 
 
 class Unchanged(msgspec.Struct, frozen=True, tag="unchanged", array_like=True):
-    """Message in place of a share that is that of the rank's last save of these components."""
+    """Message in place of a share that equals the last one of the rank for these components."""
 
     step: int
     components: tuple[str, ...]
@@ -115,7 +115,7 @@ class Unchanged(msgspec.Struct, frozen=True, tag="unchanged", array_like=True):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """What a plan has for one rank."""
+    """Part of a plan for one rank: the boxes that it writes, and their files."""
 
     written: bytes
     """A bit for each box of the rank: whether it writes it; compressed."""
@@ -252,7 +252,7 @@ class OwnShare:
         )
 
     def select_written(self, captured: Captured, part: Part) -> Captured:
-        """Select what this rank writes: a state of plain tensors, a box each."""
+        """Select the boxes that this rank writes, as a state of plain tensors."""
         if self._part != part:
             self._part, self._picks = part, self._picked(part)
         parts = {name: self._picks[name].of(one) for name, one in captured.components.items()}
@@ -400,7 +400,7 @@ class Difference:
 
     @property
     def path_and_ranks(self) -> tuple[str, str]:
-        """Path, and which ranks differ."""
+        """Path of the tensor, and the ranks that differ."""
         component, key, *_ = self.leaf
         (first, _), *others = self.holders
         ranks = name_ranks([rank for rank, _ in others])

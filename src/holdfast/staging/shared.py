@@ -135,14 +135,14 @@ class StagingFolder:
 
     @property
     def process(self) -> Process | None:
-        """The process that made it; None if that is not recorded."""
+        """Process that made the folder; None if that is not recorded."""
         with suppress(OSError, CorruptData):
             return read_record(self.path / _OWNER, _PROCESSES)
         return None
 
     @property
     def is_closed(self) -> bool:
-        """Whether its manager needs it no more."""
+        """Whether its manager no longer needs the folder."""
         return (self.path / _CLOSED).exists()
 
     @property

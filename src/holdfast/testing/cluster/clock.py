@@ -116,7 +116,7 @@ class VirtualClock:
         self._pass_turn(task)
 
     def wait_until(self, task: VirtualThread, key: object, is_so: Condition, end_s: float) -> bool:
-        """Wait in a task until `notify` of a key makes something so, or a time; return whether."""
+        """Wait until a condition holds after a `notify`, or a time; return whether it holds."""
         while not is_so():
             if self.now_s >= end_s:
                 return False

@@ -1,4 +1,4 @@
-"""What each simulated rank does: it resumes, saves, and reports what became of it.
+"""Work of each simulated rank: it resumes, saves, and reports the outcomes.
 
 The saves, the plan, the commit and the claim are the real code.
 """

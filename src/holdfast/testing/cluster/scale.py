@@ -68,7 +68,7 @@ def measure_saves(cluster: Cluster) -> tuple[SaveCosts, SaveCosts]:
 
 
 class _NotYet(BaseException):
-    """A follower has to wait for the leader."""
+    """Signal: a follower has to wait for the leader."""
 
 
 class _Board:
@@ -147,7 +147,7 @@ class _LengthStore(MemoryStore):
         self._writers: dict[str, int] = {}
 
     def repeat_files(self, running: Collection[int]) -> None:
-        """Let ranks that do not run have written in the newest folder what they once wrote."""
+        """Repeat in the newest folder the files of ranks that do not run in this save."""
         newest = next(reversed(self.lengths)).partition("/")[0]
         for key, nbytes in [*self.lengths.items()]:
             repeated, rank = f"{newest}/{key.partition('/')[2]}", self._writers[key]
@@ -185,7 +185,7 @@ class _LengthStore(MemoryStore):
 
 
 class _LengthWriter:
-    """Writer that drops what it gets."""
+    """Writer that keeps no bytes."""
 
     def write(self, start: int, data: memoryview) -> None:
         """Drop a piece."""

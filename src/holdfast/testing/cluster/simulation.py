@@ -1,4 +1,4 @@
-"""Runs of a simulated cluster, and what must hold after each.
+"""Runs of a simulated cluster, and the invariants that are checked after each run.
 
 A run has several lives: when a process has ended, a new group of ranks begins, claims the run and
 resumes, while ranks of the life before may still be running.
@@ -277,7 +277,7 @@ class _Run:
             self._report(f"{folder} has {num_tensors} boxes in its files, not {wanted}")
 
     def _check_told(self) -> None:
-        """All ranks were told the same of each save, and the truth."""
+        """Check that all ranks know the same and right outcome of each save."""
         by_save: dict[tuple[int, int], list[RankOutcome]] = {}
         for told in self._result.outcomes:
             by_save.setdefault((told.life, told.number), []).append(told)
@@ -309,7 +309,7 @@ class _Run:
                 self._report(f"the last life has {found} outcomes, not {expected}")
 
     def _check_resumes(self) -> None:
-        """Each life resumed from the newest checkpoint that leaders before it had committed."""
+        """Check that each life resumed from the newest checkpoint of earlier leaders."""
         newest = (0, 0)
         for life in self._lives:
             leader = life.ranks[LEADER]

@@ -206,7 +206,7 @@ class VirtualShare(OwnShare):
         self._rows = layout.shared_rows.setdefault(len(self._rows), self._rows)
 
     def drop_part(self) -> None:
-        """Free what follows from the part of this rank in a plan, which is made again if needed."""
+        """Free values derived from this rank's part of a plan; computed again if needed."""
         self._part, self._picks = None, {}
         self.num_saves = 0
 
@@ -225,7 +225,7 @@ def bytes_at(step: int) -> ContentOf:
 
 
 def stage_part(part: Captured, content_of: ContentOf | None) -> Staged:
-    """Lay out what a rank writes; without `content_of` all bytes are zero, and are not hashed."""
+    """Lay out the files of a rank; without `content_of` all bytes are zero, and are not hashed."""
     files = {
         name: tuple(
             KnownFile(file)
