@@ -90,11 +90,12 @@ from holdfast.saving.shard_plan import (
     decode_form,
     list_files,
 )
-from holdfast.staging.interfaces import Staged
+from holdfast.staging.interfaces import Content, Staged
 from holdfast.state.capture.byrank import JOINED, difference, join_by_name, join_rank_trees
 from holdfast.state.capture.capture import Captured
 from holdfast.state.samples import has_name, synchronized_names
 from holdfast.store.base import Store
+from holdfast.threads.workers import Workers
 
 if TYPE_CHECKING:
     from holdfast.loading.hosts import HostRecords
@@ -194,11 +195,18 @@ class _RanksSave(SaveParticipant):
         """Exchange of second copies with the next host; None: there are none."""
         return None if self._hosts is None else self._together.copies
 
-    def copy_to_partner(self, store: Store, attempt: SaveAttempt, files: Sequence[OwnFile]) -> None:
+    def copy_to_partner(
+        self,
+        store: Store,
+        attempt: SaveAttempt,
+        files: Sequence[OwnFile],
+        held: Mapping[str, Content],
+        writers: Workers,
+    ) -> None:
         """In the save thread: write second copies on the next host, if there are to be any."""
         if self._copies is not None and self._hosts is not None:
             self._meet_written()
-            self._copies.copy_files(self._hosts, store, attempt.folder, files)
+            self._copies.copy_files(self._hosts, store, attempt.folder, files, held, writers)
 
     def _meet_written(self) -> None:
         """Wait until all ranks have written their files: a copy cannot wait for one that fails."""

@@ -230,7 +230,7 @@ class RecordedRanks(SaveParticipant):
     def announce_folder(self, store: object, attempt: object, trees: object) -> None:
         """No-op: nobody else writes."""
 
-    def copy_to_partner(self, store: object, attempt: object, files: object) -> None:
+    def copy_to_partner(self, *_: object) -> None:
         """No-op: all files are on this host."""
 
     def collect_written(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:

@@ -178,7 +178,7 @@ def write(
         if leading is not None:
             leading.announce_folder(store, attempt, staged.trees)
             _write_own(files, request, files.iterate_tensor_files(), overlapped)
-            leading.copy_to_partner(store, attempt, files.own)
+            leading.copy_to_partner(store, attempt, files.own, files.held, tools.writers)
             progress.enter(SavePhase.GATHERING, attempt.folder)
             gathered = leading.collect_written(files.own, staged)
             files.add_gathered(gathered)
@@ -224,7 +224,7 @@ def _write_as_follower(
         _write_own(files, request, files.iterate_tensor_files(), overlapped)
         if joint.is_apart:
             check_sizes(files)
-        joint.copy_to_partner(tools.store, attempt, files.own)
+        joint.copy_to_partner(tools.store, attempt, files.own, files.held, tools.writers)
     except HoldfastError as error:
         joint.expect_going_on(tools.store, attempt)
         joint.clear_host(tools.store, attempt, error)
@@ -342,6 +342,13 @@ class AttemptFiles:
                 file = self._file(known.file.name, content, encoding)
                 yield replace(file, observer=compressing.observer(known.file))
         self.staged.transfer.release_waiters()
+
+    @property
+    def held(self) -> dict[str, Content]:
+        """The own tensor files whose bytes are in memory as they were written, by stored name."""
+        known = {known.file.name: known for known in self.staged.all_files}
+        plain = [file for file in self.own if file.stored is None and file.plain in known]
+        return {file.name: self.staged.transfer.content(known[file.plain]) for file in plain}
 
     def _file(
         self, plain: str, content: Content | BytesContent, encoding: Encoding | None
