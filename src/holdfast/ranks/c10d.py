@@ -44,7 +44,6 @@ from holdfast.errors import (
     Disconnected,
     FormatError,
     RanksError,
-    RanksFailed,
     RanksSilent,
     UsageError,
     time_limit,
@@ -67,6 +66,7 @@ from holdfast.ranks.coordinator import (
     decode_message,
     describe_process,
     describe_rank,
+    expect_heard,
 )
 from holdfast.ranks.exchange import GroupExchange
 from holdfast.ranks.liveness import (
@@ -315,9 +315,7 @@ class C10d(Coordinator):
             raise
         except DeadlineExceeded as error:
             raise RanksSilent(tag, [LEADER]) from error
-        if isinstance(said, RankFailure):
-            raise RanksFailed(tag, {LEADER: said})
-        return said
+        return expect_heard(tag, said)
 
     @override
     def close(self) -> None:
@@ -387,14 +385,9 @@ class C10d(Coordinator):
             ended = error.why
         posts = _take_posts(self._store, tag, self.world_size)
         self._retire(tag, len(posts))
-        failed = {rank: said for rank, said in posts.items() if isinstance(said, RankFailure)}
         phase = "" if watch is None else watch.phase
-        lost = {r: RankFailure(phase, why) for r, why in ended.items() if r not in posts}
-        return Collected(
-            came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
-            failed={**failed, **lost},
-            silent=[r for r in range(self.world_size) if r not in posts and r not in lost],
-        )
+        lost = {rank: RankFailure(phase, why) for rank, why in ended.items()}
+        return Collected.from_posts({**lost, **posts}, self.world_size)
 
     def _num_posts(self, tag: str) -> int:
         return self._store.add(_count_key(tag), 0)

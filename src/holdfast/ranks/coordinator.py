@@ -63,6 +63,15 @@ class Collected:
     silent: Sequence[int]
     """Ranks that had posted nothing by the deadline, or by the first failure."""
 
+    @classmethod
+    def from_posts(cls, posts: Mapping[int, bytes | RankFailure], world_size: int) -> Collected:
+        """Sort what the ranks have posted, or what is known of them in its place."""
+        return cls(
+            came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
+            failed={rank: said for rank, said in posts.items() if isinstance(said, RankFailure)},
+            silent=[rank for rank in range(world_size) if rank not in posts],
+        )
+
     def expect_all(self, what: str) -> list[bytes]:
         """Return the posts in the order of ranks; `what` names the round in errors."""
         if self.failed:
@@ -70,6 +79,15 @@ class Collected:
         if self.silent:
             raise RanksSilent(what, self.silent)
         return [self.came[rank] for rank in sorted(self.came)]
+
+
+def expect_heard(tag: str, said: bytes | RankFailure | None) -> bytes:
+    """Return what the leader has announced; raise if it has failed, or said nothing (None)."""
+    if said is None:
+        raise RanksSilent(tag, [LEADER])
+    if isinstance(said, RankFailure):
+        raise RanksFailed(tag, {LEADER: said})
+    return said
 
 
 class RankTransfer(ABC):

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 from typing_extensions import override
 
-from holdfast.errors import Disconnected, RanksFailed, RanksSilent
+from holdfast.errors import Disconnected
 from holdfast.ranks.coordinator import (
     LEADER,
     Collected,
@@ -20,6 +20,7 @@ from holdfast.ranks.coordinator import (
     RankTransfer,
     Watch,
     describe_rank,
+    expect_heard,
 )
 
 _Announced: TypeAlias = bytes | list[bytes] | RankFailure
@@ -62,11 +63,7 @@ class ThreadCoordinator(Coordinator):
         self.expect_leader()
         self.check_tag_unused("collect", tag)
         posts = self._board.take_posts(tag, self.world_size, timeout_s, watch)
-        return Collected(
-            came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
-            failed={rank: said for rank, said in posts.items() if isinstance(said, RankFailure)},
-            silent=[rank for rank in range(self.world_size) if rank not in posts],
-        )
+        return Collected.from_posts(posts, self.world_size)
 
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
@@ -84,11 +81,7 @@ class ThreadCoordinator(Coordinator):
     def hear(self, tag: str, *, timeout_s: float, watch: Watch | None = None) -> bytes:
         self.expect_follower()
         said = self._board.read_announcement(tag, timeout_s, watch)
-        if said is None:
-            raise RanksSilent(tag, [LEADER])
-        if isinstance(said, RankFailure):
-            raise RanksFailed(tag, {LEADER: said})
-        return said if isinstance(said, bytes) else said[self.rank]
+        return expect_heard(tag, said[self.rank] if isinstance(said, list) else said)
 
     @override
     def exchange(self, *, timeout_s: float) -> Exchange:

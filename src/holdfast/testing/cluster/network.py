@@ -18,12 +18,17 @@ from holdfast.errors import (
     DeadlineExceeded,
     Disconnected,
     OutcomeUnknown,
-    RanksFailed,
-    RanksSilent,
     TransientStoreError,
     UsageError,
 )
-from holdfast.ranks.coordinator import LEADER, Collected, Coordinator, RankFailure, Watch
+from holdfast.ranks.coordinator import (
+    LEADER,
+    Collected,
+    Coordinator,
+    RankFailure,
+    Watch,
+    expect_heard,
+)
 from holdfast.store.base import Buffer, ObjectInfo, Store, WrappedStore
 from holdfast.testing.cluster.clock import Condition, Event, VirtualClock, VirtualThread
 from holdfast.testing.faulty import Stopped
@@ -266,11 +271,7 @@ class VirtualCoordinator(Coordinator):
         self.check_tag_unused("collect", tag)
         self._process.begin_operation(f"collects {tag!r}")
         posts = self._network.take_posts(tag, timeout_s)
-        return Collected(
-            came={rank: said for rank, said in posts.items() if isinstance(said, bytes)},
-            failed={rank: said for rank, said in posts.items() if isinstance(said, RankFailure)},
-            silent=[rank for rank in range(self.world_size) if rank not in posts],
-        )
+        return Collected.from_posts(posts, self.world_size)
 
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
@@ -292,11 +293,7 @@ class VirtualCoordinator(Coordinator):
         self.expect_follower()
         self._process.begin_operation(f"hears {tag!r}")
         said = self._network.hear(tag, self.rank, timeout_s)
-        if said is None:
-            raise RanksSilent(tag, [LEADER])
-        if isinstance(said, RankFailure):
-            raise RanksFailed(tag, {LEADER: said})
-        return said
+        return expect_heard(tag, said)
 
     def _announce_all(self, tag: str, messages: Sequence[bytes | RankFailure]) -> bool:
         ranks = range(1, self.world_size)

@@ -108,9 +108,7 @@ class _TurnCoordinator(Coordinator):
         if timeout_s > 0:
             self._measurement.run_followers(tag)
         self._board.received_nbytes += sum(map(len, posts.values())) - len(posts.get(LEADER, b""))
-        came = dict(sorted(posts.items()))
-        silent = [rank for rank in range(self.world_size) if rank not in came]
-        return Collected(came=came, failed={}, silent=silent)
+        return Collected.from_posts(dict(sorted(posts.items())), self.world_size)
 
     @override
     def announce(self, tag: str, data: bytes, *, timeout_s: float) -> None:
