@@ -402,6 +402,20 @@ RANKS_GOALS: Sequence[Goal] = (
         0.02,
         quotient("ranks/copies:compared_s", "ranks/copies:durable_s"),
     ),
+    _at_least(
+        "cold load of several ranks: times faster than `dcp.load`",
+        1.3,
+        quotient("ranks/load/dcp:cold_s", "ranks/load/holdfast:cold_s"),
+    ),
+)
+
+HOSTS_GOALS: Sequence[Goal] = tuple(
+    _at_most(
+        f"{name} of a save to disks of hosts: vs. one shared folder",
+        1.0,
+        quotient(f"hosts/save/apart:{figure}", f"hosts/save/shared:{figure}"),
+    )
+    for name, figure in (("stall", "stall_s"), ("durable", "durable_s"))
 )
 
 _TOOLS = ("diff", "stats", "verify", "export", "import")

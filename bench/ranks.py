@@ -32,7 +32,7 @@ from bench.child import settle
 from bench.command import Bench, progress
 from bench.goals import RANKS_GOALS
 from bench.limits import DiskProbe
-from bench.machine import drop_cache, written_nbytes
+from bench.machine import drop_cache, fill_cache, written_nbytes
 from bench.report import megabytes, results_table, seconds, times
 from bench.results import Outcome, Results
 
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 NUM_SAVES = 3
 """By each saver in each round; the first plans and makes buffers."""
 NUM_TINY_SAVES = 6
+NUM_LOADS = 5
+"""Of each library in each round, in turns."""
 _BYTES_A_WEIGHT = 12
 """The weight and the two moments of AdamW, in float32."""
 _UNITS: Mapping[str, int] = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -63,6 +65,7 @@ _TINY: Mapping[str, str] = {
     "ranks/tiny/alone": "tiny state, one rank alone, `ranks=None`",
 }
 
+_PARTS = ("saves", "loads")
 _COPIES: Mapping[str, str] = {
     "ranks/copies": "every rank has the whole state: samples of it in every tenth save",
 }
@@ -119,89 +122,128 @@ class Round:
         self._folder = folder
         self._nbytes = nbytes
         self._is_settled = is_settled
-        self._state = Sharded(nbytes)
+        self.state = Sharded(nbytes)
+        self.components = {"model": self.state.model, "optimizer": self.state.optimizer}
 
     def bare(self) -> None:
         """Write this rank's bytes to a file and sync it."""
-        with self._in_folder("bare") as folder:
-            self._get_ready()
+        with self.in_folder("bare") as folder:
+            self.get_ready()
             with self._written("ranks/save/bare"):
                 start = perf_counter()
                 with open(folder / f"rank{dist.get_rank()}", "wb", buffering=0) as file:
-                    for tensor in self._state.locals():
+                    for tensor in self.state.locals():
                         left = memoryview(tensor.detach().reshape(-1).numpy()).cast("B")
                         while left:
                             left = left[file.write(left) :]
                     os.fsync(file.fileno())
-                self._add("ranks/save/bare", "durable_s", perf_counter() - start)
+                self.add("ranks/save/bare", "durable_s", perf_counter() - start)
 
     def direct(self) -> None:
         """Write as many bytes past the page cache: the disk's limit."""
-        with self._in_folder("direct") as folder:
+        with self.in_folder("direct") as folder:
             mine = folder / str(dist.get_rank())
             mine.mkdir()
             probe = DiskProbe(mine)
-            self._get_ready()
-            nbytes = sum(tensor.nbytes for tensor in self._state.locals())
+            self.get_ready()
+            nbytes = sum(tensor.nbytes for tensor in self.state.locals())
             with self._written("ranks/save/direct"):
-                self._add("ranks/save/direct", "durable_s", probe.write_s(nbytes))
+                self.add("ranks/save/direct", "durable_s", probe.write_s(nbytes))
 
     def holdfast(self) -> None:
-        """Save by a manager, the plan unchanged from the second save on; then resume."""
+        """Save by a manager, the plan unchanged from the second save on."""
         from holdfast import CheckpointManager
 
-        components = {"model": self._state.model, "optimizer": self._state.optimizer}
         for case, overlap in (
             ("ranks/save/holdfast-overlap", True),
             ("ranks/save/holdfast", False),
         ):
-            with self._in_folder("holdfast") as folder:
-                with CheckpointManager(folder, components, overlap=overlap) as manager:
-                    self._save_by(manager, case)
-                if not overlap:
-                    with CheckpointManager(folder, components) as manager:
-                        self._load("ranks/load/holdfast", folder, manager.resume)
+            with (
+                self.in_folder("holdfast") as folder,
+                CheckpointManager(folder, self.components, overlap=overlap) as manager,
+            ):
+                self._save_by(manager, case)
 
     def _save_by(self, manager: CheckpointManager, case: str) -> None:
         for number in range(NUM_SAVES):
-            self._state.change()
-            self._get_ready()
+            self.state.change()
+            self.get_ready()
             with self._written(case):
                 start = perf_counter()
                 manager.save(number)
                 stall_s = perf_counter() - start
                 manager.wait()
-                self._add_save(case, number, stall_s, perf_counter() - start)
+                self.add_save(case, number, stall_s, perf_counter() - start)
 
     def dcp(self) -> None:
-        """`dcp.save`, then `dcp.load` of the last."""
+        """`dcp.save`."""
         import torch.distributed.checkpoint as dcp
 
-        with self._in_folder("dcp") as folder:
+        with self.in_folder("dcp") as folder:
             for number in range(NUM_SAVES):
-                self._state.change()
-                self._get_ready()
+                self.state.change()
+                self.get_ready()
                 with self._written("ranks/save/dcp"):
                     start = perf_counter()
                     writer = dcp.FileSystemWriter(folder / str(number), sync_files=True)
-                    dcp.save(self._state.nested(), storage_writer=writer)
+                    dcp.save(self.state.nested(), storage_writer=writer)
                     took_s = perf_counter() - start
-                    self._add_save("ranks/save/dcp", number, took_s, took_s)
-            newest = folder / str(NUM_SAVES - 1)
+                    self.add_save("ranks/save/dcp", number, took_s, took_s)
 
-            def load() -> None:
-                from torch.distributed.checkpoint.state_dict import set_state_dict
+    def loads(self) -> None:
+        """Load what both libraries have saved, in turns: cold, and then warm."""
+        import torch.distributed.checkpoint as dcp
 
-                nested = self._state.nested()
-                dcp.load(nested, storage_reader=dcp.FileSystemReader(newest))
-                set_state_dict(
-                    self._state.model,
-                    self._state.optimizer,
-                    model_state_dict=nested["model"],
-                    optim_state_dict=nested["optimizer"],
-                )
+        from holdfast import CheckpointManager
 
-            self._load("ranks/load/dcp", newest, load)
+        with self.in_folder("loads") as folder:
+            ours, theirs = folder / "holdfast", folder / "dcp"
+            with CheckpointManager(ours, self.components) as manager:
+                manager.save(0, wait=True)
+            dcp.save(self.state.nested(), storage_writer=dcp.FileSystemWriter(theirs))
+            saved = self.state.sums()
+            for _ in range(NUM_LOADS):
+                for name, place, load in (
+                    ("holdfast", ours, self._resume),
+                    ("dcp", theirs, self._load_by_dcp),
+                ):
+                    for figure in ("cold_s", "warm_s"):
+                        took_s = self._time_load(place, load, saved, is_cold=figure == "cold_s")
+                        self.add(f"ranks/load/{name}", figure, took_s)
+
+    def _resume(self, folder: Path) -> None:
+        from holdfast import CheckpointManager
+
+        with CheckpointManager(folder, self.components) as manager:
+            manager.resume()
+
+    def _load_by_dcp(self, folder: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        nested = self.state.nested()
+        dcp.load(nested, storage_reader=dcp.FileSystemReader(folder))
+        set_state_dict(
+            self.state.model,
+            self.state.optimizer,
+            model_state_dict=nested["model"],
+            optim_state_dict=nested["optimizer"],
+        )
+
+    def _time_load(
+        self, folder: Path, load: Callable[[Path], None], saved: list[float], *, is_cold: bool
+    ) -> float:
+        """Load from files that are in the page cache, or not; the values must be those saved."""
+        self.state.change()
+        if dist.get_rank() == 0:
+            (drop_cache if is_cold else fill_cache)(folder)
+        self.get_ready()
+        start = perf_counter()
+        load(folder)
+        took_s = perf_counter() - start
+        if self.state.sums() != saved:
+            raise RuntimeError(f"{folder.name}: the values are not those that were saved")
+        return took_s
 
     def dcp_async(self) -> None:
         """`dcp.async_save` with a new stager each time."""
@@ -223,32 +265,32 @@ class Round:
         """Save by `dcp.async_save`, durable when its future is done."""
         import torch.distributed.checkpoint as dcp
 
-        with self._in_folder("dcp-async") as folder:
+        with self.in_folder("dcp-async") as folder:
             for number in range(NUM_SAVES):
-                self._state.change()
-                self._get_ready()
+                self.state.change()
+                self.get_ready()
                 with self._written(case):
                     start = perf_counter()
-                    nested = self._state.nested()
-                    self._add(case, "state_dict_s", perf_counter() - start)
+                    nested = self.state.nested()
+                    self.add(case, "state_dict_s", perf_counter() - start)
                     writer = dcp.FileSystemWriter(folder / str(number), sync_files=True)
                     found: Any = dcp.async_save(nested, storage_writer=writer, async_stager=stager)
                     stall_s = perf_counter() - start
                     getattr(found, "upload_completion", found).result()
-                    self._add_save(case, number, stall_s, perf_counter() - start)
+                    self.add_save(case, number, stall_s, perf_counter() - start)
 
     def tiny(self) -> None:
         """Save next to nothing: by all ranks, and by one of them alone."""
         from holdfast import CheckpointManager
 
         tiny = nn.Linear(8, 8)
-        with self._in_folder("alone") as folder:
+        with self.in_folder("alone") as folder:
             if dist.get_rank() == 0:
                 with CheckpointManager(folder, {"model": tiny}, ranks=None) as manager:
                     self._save_tiny("ranks/tiny/alone", manager, tiny)
         fully_shard(tiny)
         with (
-            self._in_folder("tiny") as folder,
+            self.in_folder("tiny") as folder,
             CheckpointManager(folder, {"model": tiny}) as manager,
         ):
             self._save_tiny("ranks/tiny/ranks", manager, tiny, dist.barrier)
@@ -270,23 +312,23 @@ class Round:
         tensors = [tensor.detach() for tensor in (*model.parameters(), *slots)]
         components = {"model": model, "optimizer": optimizer}
         with (
-            self._in_folder("copies") as folder,
+            self.in_folder("copies") as folder,
             CheckpointManager(folder, components) as manager,
         ):
             for number in range(NUM_SAVES):
                 with torch.no_grad():
                     for tensor in tensors:
                         tensor.mul_(0.999)
-                self._get_ready()
+                self.get_ready()
                 start = perf_counter()
                 manager.save(number)
                 stall_s = perf_counter() - start
                 manager.wait()
-                self._add_save("ranks/copies", number, stall_s, perf_counter() - start)
+                self.add_save("ranks/copies", number, stall_s, perf_counter() - start)
                 dist.barrier()
                 start = perf_counter()
                 sample(tensors, number).digests()
-                self._add("ranks/copies", "compared_s", perf_counter() - start)
+                self.add("ranks/copies", "compared_s", perf_counter() - start)
 
     def _save_tiny(
         self, case: str, manager: Any, tiny: nn.Module, meet: Callable[[], Any] = lambda: None
@@ -300,29 +342,16 @@ class Round:
             manager.save(number)
             stall_s = perf_counter() - start
             manager.wait()
-            self._add_save(case, number, stall_s, perf_counter() - start)
+            self.add_save(case, number, stall_s, perf_counter() - start)
 
-    def _load(self, case: str, folder: Path, load: Callable[[], Any]) -> None:
-        """Load from files that are not in the page cache; the values must be those saved."""
-        saved = self._state.sums()
-        self._state.change()
-        if dist.get_rank() == 0:
-            drop_cache(folder)
-        self._get_ready()
-        start = perf_counter()
-        load()
-        self._add(case, "took_s", perf_counter() - start)
-        if self._state.sums() != saved:
-            raise RuntimeError(f"{case}: the values are not what was saved")
-
-    def _get_ready(self) -> None:
+    def get_ready(self) -> None:
         if self._is_settled:
             dist.barrier()
             settle(2 * self._nbytes // dist.get_world_size())
         dist.barrier()
 
     @contextmanager
-    def _in_folder(self, name: str) -> Iterator[Path]:
+    def in_folder(self, name: str) -> Iterator[Path]:
         """A folder that all ranks see, deleted when all are done."""
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
@@ -337,18 +366,29 @@ class Round:
     def _written(self, case: str) -> Iterator[None]:
         before = written_nbytes()
         yield
-        self._add(case, "written_nbytes", written_nbytes() - before)
+        self.add(case, "written_nbytes", written_nbytes() - before)
 
-    def _add_save(self, case: str, number: int, stall_s: float, durable_s: float) -> None:
+    def add_save(self, case: str, number: int, stall_s: float, durable_s: float) -> None:
         first = "" if number else "first_"
-        self._add(case, f"{first}stall_s", stall_s)
-        self._add(case, f"{first}durable_s", durable_s)
+        self.add(case, f"{first}stall_s", stall_s)
+        self.add(case, f"{first}durable_s", durable_s)
 
-    def _add(self, case: str, figure: str, value: float) -> None:
+    def add(self, case: str, figure: str, value: float) -> None:
         self.figures[case][figure].append(value)
 
 
-def _in_rank(rank: int, port: int, options: argparse.Namespace, folder: Path, found: Any) -> None:
+Measure: TypeAlias = Callable[["Round", argparse.Namespace], None]
+
+
+def _in_rank(
+    rank: int,
+    port: int,
+    kind: type[Round],
+    measure: Measure,
+    options: argparse.Namespace,
+    folder: Path,
+    found: Any,
+) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     # As torchrun sets it.
@@ -357,16 +397,23 @@ def _in_rank(rank: int, port: int, options: argparse.Namespace, folder: Path, fo
     store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     dist.barrier()
-    mine = Round(folder, options.size, is_settled=options.settle)
-    for measure in (mine.holdfast, mine.dcp, mine.dcp_async, mine.dcp_async_kept):
-        mine.bare()  # beside each, as a disk that others use changes within seconds
-        mine.direct()
-        measure()
-    mine.copies()
-    mine.tiny()
+    mine = kind(folder, options.size, is_settled=options.settle)
+    measure(mine, options)
     found.put({case: dict(figures) for case, figures in mine.figures.items()})
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _measure(mine: Round, options: argparse.Namespace) -> None:
+    if "saves" in options.only:
+        for measure in (mine.holdfast, mine.dcp, mine.dcp_async, mine.dcp_async_kept):
+            mine.bare()  # beside each, as a disk that others use changes within seconds
+            mine.direct()
+            measure()
+        mine.copies()
+        mine.tiny()
+    if "loads" in options.only:
+        mine.loads()
 
 
 def _joined(ranks: list[Measured]) -> Measured:
@@ -395,16 +442,30 @@ def _nbytes(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no size such as 512MB") from None
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
+def add_size(parser: argparse.ArgumentParser) -> None:
+    """The options of each benchmark of several processes."""
     parser.add_argument("--ranks", type=int, default=2, help="processes (%(default)s)")
     parser.add_argument(
         "--size", type=_nbytes, default="512MB", help="state of all ranks (%(default)s)"
     )
 
 
-def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
-    results.titles["ranks"] = f"{options.size / 1e6:g} MB over {options.ranks} ranks"
-    progress(f"  {results.titles['ranks']}")
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_size(parser)
+    parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS)
+
+
+def measure_ranks(
+    name: str,
+    kind: type[Round],
+    measure: Measure,
+    options: argparse.Namespace,
+    folder: Path,
+    results: Results,
+) -> None:
+    """Measure one round in as many processes as there are ranks, which form a group."""
+    results.titles[name] = f"{options.size / 1e6:g} MB over {options.ranks} ranks"
+    progress(f"  {results.titles[name]}")
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["bench.preload"])
     found = context.SimpleQueue()
@@ -412,18 +473,28 @@ def _measure_round(options: argparse.Namespace, folder: Path, results: Results) 
     try:
         mp.start_processes(
             _in_rank,
-            (store.port, options, folder, found),
+            (store.port, kind, measure, options, folder, found),
             nprocs=options.ranks,
             start_method="forkserver",
         )
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
         print(error, file=sys.stderr)
-        failed = Outcome(figures={}, error=str(error).strip().splitlines()[-1])
-        for case in (*_SAVES, *_LOADS, *_COPIES, *_TINY):
-            results.add(case, failed)
+        results.add(name, Outcome(figures={}, error=str(error).strip().splitlines()[-1]))
         return
     for case, figures in _joined([found.get() for _ in range(options.ranks)]).items():
-        results.add(case, Outcome(figures=figures))
+        takes_turns = case.startswith(("hosts/", "ranks/load/"))
+        for outcome in _turns(figures) if takes_turns else [figures]:
+            results.add(case, Outcome(figures=outcome))
+
+
+def _measure_round(options: argparse.Namespace, folder: Path, results: Results) -> None:
+    measure_ranks("ranks", Round, _measure, options, folder, results)
+
+
+def _turns(figures: dict[str, list[float]]) -> list[dict[str, list[float]]]:
+    """The figures of each turn, so that a ratio is of calls that followed one another."""
+    numbers = range(max(map(len, figures.values())))
+    return [{name: values[n : n + 1] for name, values in figures.items()} for n in numbers]
 
 
 def _tables(results: Results) -> list[str]:
@@ -449,8 +520,10 @@ def _tables(results: Results) -> list[str]:
 
     def load(case: str) -> list[str]:
         return [
-            seconds(results.median(case, "took_s")),
-            beside(case, "took_s", "ranks/load/dcp"),
+            seconds(results.median(case, "cold_s")),
+            beside(case, "cold_s", "ranks/load/dcp"),
+            seconds(results.median(case, "warm_s")),
+            beside(case, "warm_s", "ranks/load/dcp"),
         ]
 
     def tiny(case: str) -> list[str]:
@@ -475,6 +548,7 @@ def _tables(results: Results) -> list[str]:
             "largest over mean",
         ),
     ]
+    loads = ["load", "cold", "speed of dcp.load", "warm", "speed of dcp.load"]
     return [
         f"### {results.titles['ranks']}",
         "",
@@ -484,9 +558,7 @@ def _tables(results: Results) -> list[str]:
         "",
         *results_table(results, "ranks/save/", saves, _SAVES, save),
         "",
-        *results_table(
-            results, "ranks/load/", ["cold load", "time", "speed of dcp.load"], _LOADS, load
-        ),
+        *results_table(results, "ranks/load/", loads, _LOADS, load),
         "",
         *results_table(
             results,

@@ -332,6 +332,16 @@ def test_ranks_save_and_load_beside_bare_writers_and_dcp(tmp_path: Path) -> None
 
 
 @pytest.mark.full
+def test_saves_to_disks_of_hosts_and_resumes_from_each_source_are_measured(tmp_path: Path) -> None:
+    options = ("--no-settle", "--rounds", "1", "--size", "2MB")
+    results, printed = _run(tmp_path, "bench.hosts", *options)
+    assert _measured(results, "hosts/save/") == {"shared", "apart", "partner"}
+    sources = {"shared", "own", "partner", "remote", "memory"}
+    assert _measured(results, "hosts/resume/") == sources
+    assert "not measured" not in printed
+
+
+@pytest.mark.full
 def test_pages_are_painted_and_filtered_and_a_training_goes_on_beside_one(
     tmp_path: Path,
 ) -> None:
