@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-from collections.abc import Iterator
-from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import pytest
-from typing_extensions import override
 
 from distributed.jobs import make
 from distributed.run import run_ranks
 from holdfast import CheckpointManager, Encryption, HostTiers, Tiered, errors
-from holdfast.control import exits
 from holdfast.events import Event
 from holdfast.format import layout
 from holdfast.keys import SecretKey
 from holdfast.root.catalog import Catalog
-from holdfast.store.base import BlockWriter, Buffer, WrappedStore
 from holdfast.store.local import LocalStore
 from marks import full
 
@@ -220,108 +212,6 @@ def test_other_hosts_and_numbers_of_ranks_resume(now: str, tmp_path: Path) -> No
     ((states, _), *_) = run_ranks(2, partial(save, tmp_path, "ab", False))
     put_remotely(tmp_path, "ab", NUM_STEPS)
     expect_resumed(tmp_path, now, NUM_STEPS, states[-1])
-
-
-PLACES = {
-    "write": "step-00000002*.safetensors",
-    "index": "step-00000002*/index.json",
-    "commit": "step-00000002*/manifest.json",
-}
-
-
-class Losing(WrappedStore):
-    """Kills the process where it writes a key, and removes a folder, as if its host were lost."""
-
-    def __init__(self, root: Path, key: str, *, after: bool, also: bool) -> None:
-        super().__init__(LocalStore(root))
-        self._root, self._key, self._after, self._also = root, key, after, also
-        self._not_met = Lock()
-
-    def _meet(self, key: str) -> None:
-        if fnmatch(key, self._key) and self._not_met.acquire(blocking=False):
-            if self._also:
-                shutil.rmtree(self._root)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    @override
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        if not self._after:
-            self._meet(key)
-        self.inner.put(key, data, if_absent=if_absent)
-        if self._after:
-            self._meet(key)
-
-    @override
-    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        self._meet(key)
-        return self.inner.create(key, nbytes, at_most=at_most)
-
-
-def lose_in_save(
-    folder: Path, hosts: str, odd: int, place: str, after: bool, also: bool, rank: int
-) -> tuple[str, list[Saved]]:
-    """Save steps 1 and 2, and lose a rank in the second one; what this rank says of it."""
-    job, states = make("fsdp", seed=1), list[Saved]()
-    root = root_of(folder, hosts, rank, partner=True)
-    if rank == odd:
-        view = Losing(folder / hosts[rank], PLACES[place], after=after, also=also)
-        root = HostTiers(view, folder / "remote", partner=True, close_timeout_s=0.0)
-    manager = CheckpointManager(root, job.state, save_timeout_s=30.0, sinks=())
-    said = ""
-    for step in (1, 2):
-        job.step()
-        states.append(job.whole())
-        try:
-            manager.save(step).wait(60)
-            said = "committed"
-        except errors.HoldfastError as error:
-            said = f"{error} {error.__cause__!r}"
-    exits.unregister(manager)
-    return said, states
-
-
-def cases() -> Iterator[object]:
-    for also in (False, True):
-        for odd, place, after in (
-            (0, "write", False),
-            (0, "index", False),
-            (0, "commit", False),
-            (0, "commit", True),
-            (2, "write", False),
-            (2, "index", False),
-            (2, "commit", False),
-            (2, "commit", True),
-        ):
-            is_brief = (odd, place, after, also) == (0, "commit", True, True)
-            name = f"{odd}-{'after' if after else 'before'}_{place}{'-and_disk' if also else ''}"
-            yield pytest.param(
-                odd, place, after, also, marks=() if is_brief else pytest.mark.full, id=name
-            )
-
-
-@pytest.mark.parametrize(("odd", "place", "after", "also"), [*cases()])
-def test_a_rank_or_a_host_that_is_lost_in_any_phase_leaves_one_answer(
-    odd: int, place: str, after: bool, also: bool, tmp_path: Path
-) -> None:
-    hosts = "aabb"
-    found = run_ranks(
-        4, partial(lose_in_save, tmp_path, hosts, odd, place, after, also), lost=[odd]
-    )
-    said = [one[0] for one in found if one is not None]
-    states = next(one[1] for one in found if one is not None)
-    # What certainly failed and what certainly committed exclude each other.
-    is_committed = any(text == "committed" for text in said)
-    is_failed = any("failed" in text and "may or may not" not in text for text in said)
-    assert not (is_committed and is_failed), said
-    assert len(said) == 3
-    resumed = run_ranks(4, partial(resume, tmp_path, hosts))
-    steps = {one[0] for one in resumed if one is not None}
-    assert len(steps) == 1
-    (step,) = steps
-    assert step >= 1 + is_committed
-    if is_failed:
-        assert step == 1, said
-    assert all(one is not None and one[1] == states[step - 1] for one in resumed)
 
 
 def save_as_if_shared(folder: Path, rank: int) -> str:

@@ -56,7 +56,8 @@ class Run:
         self, num_ranks: int, training: Training, first_life: int = 0, max_restarts: int = 0
     ) -> None:
         self._training, self._num_ranks = training, num_ranks
-        self._life = first_life - 1
+        self.life = first_life - 1
+        self.has_lost_agent = False
         words = (training.way, training.strategy, training.num_steps, first_life)
         launched = [HERE / "launched.py", num_ranks, max_restarts, HERE / "recorded.py"]
         self.process = warm.Popen(
@@ -76,7 +77,7 @@ class Run:
             AssertionError: a process did not end by its deadline, with the stacks of its threads.
         """
         assert self.process.stdout is not None
-        self._life, self.ranks = self._life + 1, []
+        self.life, self.ranks = self.life + 1, []
         while len(self.ranks) < self._num_ranks and (line := self.process.stdout.readline()):
             self.said += line
             if line.startswith("rank "):
@@ -96,23 +97,30 @@ class Run:
             time.sleep(0.01)
 
     def _num_lines(self) -> int:
-        path = self._training.root / "samples" / f"{self._life}-0-{self._num_ranks}"
+        path = self._training.root / "samples" / f"{self.life}-0-{self._num_ranks}"
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def kill(self, draw: random.Random) -> bool:
-        """Kill one rank or all; return whether it was there."""
-        are_there = False
-        for rank in draw.choice([self.ranks, self.ranks[:1], self.ranks[-1:]]):
-            with suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGKILL)
-                are_there = True
-        return are_there
+        """Kill one rank, those of a host, all, or the agent, with which all end.
 
-    def lose_disk(self, draw: random.Random) -> None:
-        """Empty the disk of one host, one time in four."""
+        One time in four the disk of that host is emptied, too. Returns whether any was there.
+        """
         hosts = sorted(self._training.root.glob("host-*"))
+        number = draw.randrange(len(self.ranks))
+        host = [number - number % 2, number - number % 2 + 1]
+        victims = draw.choice([[number], host, [*range(len(self.ranks))], None])
+        self.has_lost_agent = victims is None and self.process.poll() is None
+        if self.has_lost_agent:
+            self.process.kill()
+            self.process.wait(60)
+        is_there = self.has_lost_agent
+        for rank in victims or ():
+            with suppress(ProcessLookupError, IndexError):
+                os.kill(self.ranks[rank], signal.SIGKILL)
+                is_there = True
         if hosts and draw.random() < 0.25:
-            shutil.rmtree(draw.choice(hosts), ignore_errors=True)
+            shutil.rmtree(hosts[number // 2 % len(hosts)], ignore_errors=True)
+        return is_there
 
 
 @contextmanager
@@ -134,7 +142,7 @@ def run_to_the_end(num_ranks: int, training: Training) -> None:
 
 
 def is_killed(run: Run, draw: random.Random) -> bool:
-    """Kill one rank or all at some moment, after which torchrun starts all again; False at the end.
+    """Kill at some moment, after which torchrun starts all ranks again; False if it does not.
 
     One time in five that is while it starts and resumes, else after some steps, of which every
     tenth is saved.
@@ -145,11 +153,36 @@ def is_killed(run: Run, draw: random.Random) -> bool:
         run.wait_for_step(draw.randint(1, NUM_STEPS // 2))
         time.sleep(draw.uniform(0, 0.02))
     were_there = run.kill(draw)
-    run.lose_disk(draw)
     if not run.begins():
         return False
     assert were_there, f"ranks have failed that nobody killed: {run.said}"
     return True
+
+
+def train_with_kills(
+    num_ranks: int, training: Training, num_kills: int, draw: random.Random
+) -> int:
+    """Train to the end, with at most so many kills; return how many there were."""
+    num_killed = life = 0
+    while True:
+        with running(num_ranks, training, life, max_restarts=num_kills) as run:
+            while num_killed < num_kills and is_killed(run, draw):
+                num_killed += 1
+            if not run.has_lost_agent:
+                assert run.ends(), run.said
+                return num_killed
+        num_killed, life = num_killed + 1, run.life + 1
+
+
+def expect_kills_lose_nothing(num_ranks: int, num_kills: int, whole: Training) -> None:
+    """A run that has come to its end between kills is compared, and another one is begun."""
+    run_to_the_end(num_ranks, whole)
+    draw = random.Random(num_kills)
+    num_killed = num_runs = 0
+    while num_killed < num_kills:
+        killed, num_runs = whole.at(f"killed-{num_runs}"), num_runs + 1
+        num_killed += train_with_kills(num_ranks, killed, num_kills - num_killed, draw)
+        expect_same(killed, whole)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -162,21 +195,10 @@ def is_killed(run: Run, draw: random.Random) -> bool:
         pytest.param(3, 20, marks=[pytest.mark.long, pytest.mark.timeout(1800)]),
     ],
 )
-def test_kills_of_one_or_all_ranks_lose_nothing(
+def test_kills_of_ranks_and_their_agent_lose_nothing(
     num_ranks: int, num_kills: int, way: str, strategy: str, tmp_path: Path
 ) -> None:
-    """A run that has come to its end between kills is compared, and another one is begun."""
-    whole = Training(way, strategy, tmp_path / "whole")
-    run_to_the_end(num_ranks, whole)
-    draw = random.Random(num_kills)
-    num_killed = num_runs = 0
-    while num_killed < num_kills:
-        killed, num_runs = whole.at(f"killed-{num_runs}"), num_runs + 1
-        with running(num_ranks, killed, max_restarts=num_kills) as run:
-            while num_killed < num_kills and is_killed(run, draw):
-                num_killed += 1
-            assert run.ends(), run.said
-        expect_same(killed, whole)
+    expect_kills_lose_nothing(num_ranks, num_kills, Training(way, strategy, tmp_path / "whole"))
 
 
 @pytest.mark.parametrize(
@@ -190,17 +212,7 @@ def test_kills_and_lost_disks_of_hosts_lose_nothing(
     num_ranks: int, num_kills: int, tmp_path: Path
 ) -> None:
     """Two ranks a host; after some kills the disk of one host is empty, and its copies are used."""
-    whole = Training("hosts", "fsdp2", tmp_path / "whole")
-    run_to_the_end(num_ranks, whole)
-    draw = random.Random(num_kills)
-    num_killed = num_runs = 0
-    while num_killed < num_kills:
-        killed, num_runs = whole.at(f"killed-{num_runs}"), num_runs + 1
-        with running(num_ranks, killed, max_restarts=num_kills) as run:
-            while num_killed < num_kills and is_killed(run, draw):
-                num_killed += 1
-            assert run.ends(), run.said
-        expect_same(killed, whole)
+    expect_kills_lose_nothing(num_ranks, num_kills, Training("hosts", "fsdp2", tmp_path / "whole"))
 
 
 def expect_same(training: Training, other: Training) -> None:

@@ -10,20 +10,17 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from functools import partial
 from itertools import count
 from pathlib import Path
-from threading import Lock
-from typing import Any
 
 import msgspec
 import pytest
 import torch
 from torch import nn
-from typing_extensions import override
 
 from allranks import Member
+from distributed.losing import Losing
 from distributed.run import run_ranks
 from holdfast import CheckpointManager, errors
 from holdfast.control import exits
@@ -35,7 +32,6 @@ from holdfast.ranks import c10d, coordinator
 from holdfast.ranks.c10d import C10d
 from holdfast.ranks.coordinator import Processes
 from holdfast.root.catalog import Catalog
-from holdfast.store.base import BlockWriter, Buffer, WrappedStore
 from holdfast.store.local import LocalStore
 
 NUM_RANKS = 3
@@ -49,35 +45,9 @@ PLACES = {
 }
 
 
-class Losing(WrappedStore):
-    """Sends the process one signal, before it writes a key or after it."""
-
-    def __init__(self, root: Path, key: str, how: signal.Signals, *, after: bool) -> None:
-        super().__init__(LocalStore(root))
-        self._key, self._how, self._after = key, how, after
-        self._not_met = Lock()
-
-    def _meet(self, key: str) -> None:
-        if fnmatch(key, self._key) and self._not_met.acquire(blocking=False):
-            os.kill(os.getpid(), self._how)
-
-    @override
-    def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
-        if not self._after:
-            self._meet(key)
-        self.inner.put(key, data, if_absent=if_absent)
-        if self._after:
-            self._meet(key)
-
-    @override
-    def read_into(self, key: str, start: int, buffer: memoryview, **options: Any) -> None:
-        self._meet(key)
-        self.inner.read_into(key, start, buffer, **options)
-
-    @override
-    def create(self, key: str, nbytes: int, *, at_most: bool = False) -> BlockWriter:
-        self._meet(key)
-        return self.inner.create(key, nbytes, at_most=at_most)
+def losing(root: Path, key: str, how: signal.Signals, *, after: bool = False) -> Losing:
+    """Make a store that sends the process a signal where it uses a key."""
+    return Losing(root, key, partial(os.kill, os.getpid(), how), after=after)
 
 
 def save_twice(
@@ -87,7 +57,7 @@ def save_twice(
     stopped rank go on."""
     member = Member(C10d.of_default_group())
     store = LocalStore(root)
-    view = Losing(root, PLACES[place], how, after=after) if rank == odd else store
+    view = losing(root, PLACES[place], how, after=after) if rank == odd else store
     (root.parent / f"pid{rank}").write_text(f"{os.getpid()}")
     manager = member.manager(view, save_timeout_s=DEADLINE_S)
     member.train()
@@ -179,7 +149,7 @@ def load_after_a_save(
     member = Member(C10d.of_default_group())
     is_odd = rank == odd
     extra = Lost(how if is_odd and place == "apply" else None)
-    view = Losing(root, LOADS[place], how, after=False) if is_odd else LocalStore(root)
+    view = losing(root, LOADS[place], how) if is_odd else LocalStore(root)
     (root.parent / f"pid{rank}").write_text(f"{os.getpid()}")
     member.train()
     state = {**member.state, "extra": extra}
@@ -297,7 +267,7 @@ def lose_in_a_save(root: Path, odd: int, place: str, after: bool, rank: int) -> 
     member = Member(ranks)
     if rank == odd:
         (root.parent / f"pid{odd}").write_text(f"{os.getpid()}")
-    view = Losing(root, PLACES[place], signal.SIGKILL, after=after) if rank == odd else root
+    view = losing(root, PLACES[place], signal.SIGKILL, after=after) if rank == odd else root
     manager = member.manager(view, save_timeout_s=HOUR_S)
     member.train()
     manager.save(1).wait(60)
@@ -353,7 +323,7 @@ def lose_in_a_load(root: Path, odd: int, place: str, rank: int) -> str:
     with member.manager(root, state=state) as manager:
         manager.save(1).wait(60)
     (root.parent / f"pid{rank}").write_text(f"{os.getpid()}")
-    view = Losing(root, LOADS[place], signal.SIGKILL, after=False) if is_odd else LocalStore(root)
+    view = losing(root, LOADS[place], signal.SIGKILL) if is_odd else LocalStore(root)
     manager = member.manager(view, state=state, save_timeout_s=HOUR_S)
     said = "loaded"
     try:
