@@ -191,6 +191,16 @@ def test_a_flipped_bit_is_found_and_another_host_or_the_remote_tier_is_read(
         assert any(own.name in text and f"/{host}" in text for text in told), told
 
 
+def test_of_two_flipped_files_on_one_host_the_partner_has_both(tmp_path: Path) -> None:
+    """The second one is found when the first was read from the partner."""
+    ((states, _), *_) = run_ranks(2, partial(save, tmp_path, "ab", True))
+    for name in ("model", "optimizer"):
+        flip(attempt_of(tmp_path / "b", NUM_STEPS) / f"{name}-00001.safetensors")
+    told = expect_resumed(tmp_path, "ab", NUM_STEPS, states[-1])
+    for name in ("model", "optimizer"):
+        assert any(f"{name}-00001.safetensors is damaged" in text for text in told), told
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("num_flips", [1, 2, 3])
 def test_each_flipped_copy_leads_to_the_next_source_and_at_last_to_an_older_checkpoint(

@@ -175,7 +175,7 @@ class _RanksApplying(CheckpointApplier):
         """Ranks on hosts with a file of the candidate, by name."""
         shares = broadcasts or (records is not None and ranks.world_size > 1)
         self._exchange = ranks.exchange(timeout_s=timeout_s) if shares else None
-        self.is_sharing = broadcasts or records is not None
+        self.is_sharing = broadcasts
         self._exchange_end = 0.0
         """When the last exchange of blocks of this load is over, in monotonic seconds; 0: none."""
         self._manager = ranks.number()
@@ -482,7 +482,9 @@ class LeaderLoad(_RanksApplying):
             self.half_loaded = f"loading {folder} failed on another rank: {error}"
             raise
         self.half_loaded = f"loading {folder} failed: {failure}"
-        may_retry = search.record_failure(failure, cause=failure)
+        may_retry = search.record_failure(
+            failure, cause=failure, has_other_source=self.has_other_source(failure)
+        )
         self._emit_skipped(search)
         if not may_retry:
             raise failure

@@ -112,6 +112,11 @@ class ReadPipeline:
         """Pin buffers from now on, for copies of blocks to a device."""
         self._device = device
 
+    def is_own(self, file: str) -> bool:
+        """Whether this rank reads all that it needs of a file by itself."""
+        sharing = self._sharing
+        return sharing is None or (sharing.is_own is not None and sharing.is_own(file))
+
     def run(self, plan: ReadPlan) -> None:
         """Read, check and copy all blocks of a plan, and wait for them."""
         reads: Mapping[BlockId, BlockRead] = plan.reads

@@ -228,10 +228,8 @@ class CheckpointSearch:
         unsaved: Collection[str],
         one_sided: SkippedComponents,
     ) -> LoadCandidate:
-        if self.sharing is not None and options.in_place:
-            raise UsageError(
-                "in_place=True: not with broadcast=True or HostTiers, which need fresh memory"
-            )
+        if self.sharing is not None and self.sharing.is_own is None and options.in_place:
+            raise UsageError("in_place=True: not with broadcast=True, which needs fresh memory")
         if not options.verify:
             store = store.uncached()  # a damaged copy would not be noticed
         opened = open_checkpoint(
@@ -679,21 +677,25 @@ class Search:
         return True
 
     def record_failure(
-        self, error: Exception, *, cause: StoreError | CorruptData | None = None
+        self,
+        error: Exception,
+        *,
+        cause: StoreError | CorruptData | None = None,
+        has_other_source: bool = False,
     ) -> bool:
         """Record that the chosen checkpoint could not be read; return whether to choose again.
 
-        The same one is retried first, as errors may be transient; then an older one. Until one is
-        applied, the state may be partly old and partly stored. `cause` is why one of the
-        ranks that were applying it could not read it.
+        The same one is retried first, as errors may be transient, and as often as another host
+        has what was damaged; then an older one. Until one is applied, the state may be partly old
+        and partly stored. `cause` is why one of the ranks that were applying it could not read it.
         """
         if self.candidate is None:
             return False
         is_applying = cause is not None or isinstance(error, OpaqueLoadFailed)
         self._reader.is_mixed |= is_applying or bool(self.candidate.prepared.unrestored)
         cause = cause or self.candidate.cause_of(error)
-        if cause is None:
-            return False
+        if cause is None or has_other_source:
+            return has_other_source
         folder = self.candidate.entry.folder
         is_first = folder not in self._failed
         self._failed.add(folder)

@@ -108,7 +108,7 @@ class TensorReader:
         """Return placeholders of the needed tensors, by component and key: read when copied.
 
         Components with a tensor whose bytes do not follow each other in one file are read into
-        fresh memory at once; see `read_tensors`.
+        fresh memory at once, and so are files that come from other ranks; see `read_tensors`.
         """
         lists = {name: [*keys] for name, keys in needed.items()}
         index, held = self._opened.index, {name: shards.get(name, {}) for name in lists}
@@ -122,12 +122,21 @@ class TensorReader:
             for file in parts:
                 self._pipeline.register_file(file)
         whole = {name: keys for name, keys in lists.items() if name not in boxed}
-        by_component = self._group_by_file(whole) | adjacent
-        for parts in by_component.values():
-            self._unread.update(parts)
-        apart = {name: lists[name] for name in boxed if name not in adjacent}
-        fresh = self.read_tensors(apart, shards) if apart else {}
-        return {**{n: UnreadTensors(self, p) for n, p in by_component.items()}, **fresh}
+        found = self._group_by_file(whole) | adjacent
+        own: dict[str, dict[str, Wanted]] = {}
+        apart = {name: keys for name, keys in lists.items() if name not in found}
+        for name, parts in found.items():
+            own[name] = {file: of for file, of in parts.items() if self._pipeline.is_own(file)}
+            self._unread.update(own[name])
+            others = [of for file, of in parts.items() if file not in own[name]]
+            if others:
+                apart[name] = [spec.key for of in others for spec in of.specs]
+        tables: dict[str, Mapping[str, Stored]] = {
+            name: UnreadTensors(self, parts) for name, parts in own.items()
+        }
+        for name, tensors in (self.read_tensors(apart, shards) if apart else {}).items():
+            tables[name] = {**tables[name], **tensors} if own.get(name) else tensors
+        return tables
 
     def verify_all(self) -> None:
         """Read and check every block that the `unread` tensors need, without any copy."""
