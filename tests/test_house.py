@@ -81,7 +81,9 @@ _FEWER_PARTS = "Do less in this call, or in fewer modules"
 SOURCE = (
     Limit("lines of src", 113_640, _SMALLER, reason="messages, and claims of hosts' disks"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit("lines of the core", 66_580, _SMALLER, reason="messages, and claims of hosts' disks"),
+    Limit(
+        "lines of the core", 66_650, _SMALLER, reason="claims of hosts' disks, copies of partners"
+    ),
     Limit(
         "modules",
         395,
