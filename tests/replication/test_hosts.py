@@ -495,3 +495,35 @@ def test_copies_are_sent_although_the_host_cannot_send_its_own_files_or_look_onc
     views = [remote, remote, FaultyStore(remote, [list_once])]
     on_hosts(tmp_path, "abc", views, resumes)
     assert steps_in(remote) == [1]
+
+
+class Mounted(LocalStore):
+    """A folder that has the same path on each host."""
+
+    @property
+    def url(self) -> str:
+        return "/mnt/remote"
+
+
+def test_a_remote_folder_that_hosts_do_not_share_is_refused_at_the_start(tmp_path: Path) -> None:
+    views = [Mounted(tmp_path / "remote" / host) for host in "aab"]
+    with pytest.raises(errors.NotShared, match="must be one place for all hosts"):
+        on_hosts(tmp_path, "aab", views, saves(1))
+    assert not [*tmp_path.glob("*/step*")]
+    assert not [*(tmp_path / "remote").glob("*/*")]
+    shared = Mounted(tmp_path / "shared")
+    expect_calm(on_hosts(tmp_path, "aab", shared, saves(1)))
+    assert steps_in(shared) == [1]
+    assert not [key for key in shared.children() if layout.is_scratch(key.rstrip("/"))]
+
+
+def test_hosts_of_one_name_and_path_send_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of containers that all have the name `localhost`."""
+    monkeypatch.setattr(LocalStore, "url", property(lambda store: "/nvme/run"))
+    remote = MemoryStore("remote")
+    expect_calm(on_hosts(tmp_path, "abc", remote, saves(1)))
+    assert steps_in(remote) == [1]
+    (entry,) = Catalog(remote).checkpoints()
+    assert len(entry.manifest.hosts) == 3

@@ -42,6 +42,7 @@ from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.loading.plan import FileSources
 from holdfast.loading.search import LoadOptions, PassedOver
 from holdfast.ownership.claim import dropped
+from holdfast.ownership.tiered import expect_remote_root
 from holdfast.ownership.tiered_catalog import TieredCatalog
 from holdfast.ranks.coordinator import Coordinator, decode_message
 from holdfast.ranks.hosts import HostRounds, Hosts, find_hosts
@@ -126,7 +127,7 @@ class HostRecords:
         with self._failing_together():
             if self.found is None:
                 self._announce(_Find())
-                self.found = find_hosts(self._rounds, self._store)
+                self._find(tries_remote=self._is_remote_there())
             self._announce(_List())
             self._rounds.post_answer(self._list_own())
             answers = self._rounds.collect_answers()
@@ -144,11 +145,22 @@ class HostRecords:
         with self._failing_together():
             while not isinstance(note := self._receive(), _Done):
                 if isinstance(note, _Find):
-                    self.found = find_hosts(self._rounds, self._store)
+                    self._find(tries_remote=False)
                 elif isinstance(note, _List):
                     self._rounds.post_answer(self._list_own())
                 else:
                     self._rounds.post_answer(self._read_asked(note))
+
+    def _find(self, *, tries_remote: bool) -> None:
+        remote = self._catalog.remote.store
+        self.found = find_hosts(self._rounds, self._store, remote, tries_remote=tries_remote)
+
+    def _is_remote_there(self) -> bool:
+        try:
+            expect_remote_root(self._store, self._catalog.remote.store)
+        except StoreError:
+            return False  # the claim says why
+        return True
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:

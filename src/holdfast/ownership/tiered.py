@@ -129,7 +129,7 @@ class TieredOwnership(Ownership):
             return self.remote.claim
         claim = self.claim
         assert claim is not None, "uploads follow a claim"
-        self._expect_root()
+        expect_remote_root(self._store, self._remote)
         self._expect_no_later_claim(claim)
         self._check_remote()
         share_claims(self._store, self._remote, emit=self._emit)
@@ -228,7 +228,7 @@ class TieredOwnership(Ownership):
 
     def _is_reachable(self) -> bool:
         try:
-            self._expect_root()
+            expect_remote_root(self._store, self._remote)
         except StoreError as error:
             self._use_local_only(error)
             return False
@@ -246,17 +246,6 @@ class TieredOwnership(Ownership):
             f"only; uploads begin when it can be: {error}",
             tier="remote",
         )
-
-    def _expect_root(self) -> None:
-        """Raise `StoreError` if the remote root is unreadable, or gone: a put would create it."""
-        known = Ledger(self._store).tiers()  # read first: another process may be starting the run
-        claims = self._remote.children(layout.WRITERS)
-        if not claims and known is not None and known.remote == self._remote.url and known.epoch:
-            raise StoreError(
-                f"{self._remote.url}: claim {known.epoch} of this run was there, and now there is "
-                "nothing; was the root moved, deleted or unmounted? To start it again, delete "
-                f"{self._store.url}/{layout.UPLOADS}"
-            )
 
     def _check_owners(self, *, is_reachable: bool) -> int:
         """Check that no live process owns either tier; return the epoch of the newest claim."""
@@ -315,6 +304,18 @@ class TieredOwnership(Ownership):
         heartbeat, self._remote_heartbeat = self._remote_heartbeat, None
         is_over = claim is not None and self.remote.is_over
         self._stop_heartbeat(heartbeat, is_over=is_over, timeout_s=timeout_s, tier="remote")
+
+
+def expect_remote_root(local: Store, remote: Store) -> None:
+    """Raise `StoreError` if the remote root is unreadable, or gone: a put would create it."""
+    known = Ledger(local).tiers()  # read first: another process may be starting the run
+    claims = remote.children(layout.WRITERS)
+    if not claims and known is not None and known.remote == remote.url and known.epoch:
+        raise StoreError(
+            f"{remote.url}: claim {known.epoch} of this run was there, and now there is nothing; "
+            f"was the root moved, deleted or unmounted? To start it again, delete "
+            f"{local.url}/{layout.UPLOADS}"
+        )
 
 
 class _CutOff(Exception):

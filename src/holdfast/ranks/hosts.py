@@ -15,6 +15,8 @@ import msgspec
 from holdfast.errors import (
     FormatError,
     HoldfastError,
+    NotFound,
+    NotShared,
     RanksError,
     StoreError,
     UsageError,
@@ -23,7 +25,14 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter
 from holdfast.format import layout
-from holdfast.ranks.coordinator import GRACE_S, Coordinator, RankFailure, Watch, decode_message
+from holdfast.ranks.coordinator import (
+    GRACE_S,
+    LEADER,
+    Coordinator,
+    RankFailure,
+    Watch,
+    decode_message,
+)
 from holdfast.store.base import Store
 
 OPTIONS_S = 60.0
@@ -77,6 +86,9 @@ class _Look(msgspec.Struct, frozen=True):
     host: str
     root: str
     seen: tuple[int, ...]
+    remote: str
+    sees_remote: bool | None
+    """Whether it sees what the leader has put into the remote tier; None: nothing, or unknown."""
 
 
 class _HostsNote(msgspec.Struct, frozen=True):
@@ -176,8 +188,14 @@ def _compare_options(answers: Sequence[bytes]) -> str:
     return "; ".join(differing)
 
 
-def find_hosts(rounds: HostRounds, store: Store) -> Hosts:
-    """Find out which ranks see each other's files in a scratch folder under the root."""
+def find_hosts(rounds: HostRounds, store: Store, remote: Store, *, tries_remote: bool) -> Hosts:
+    """Find out which ranks see each other's files in a scratch folder under the root.
+
+    If the remote tier is a folder, and the leader `tries_remote`, all must see one file there, too.
+
+    Raises:
+        NotShared: the remote tier is another folder on some host.
+    """
     ranks = rounds.ranks
     if ranks.is_leader:
         folder = layout.scratch_folder(os.urandom(8))
@@ -186,24 +204,47 @@ def find_hosts(rounds: HostRounds, store: Store) -> Hosts:
         folder = rounds.receive_note().decode()
         if not layout.is_preflight(folder):
             raise FormatError(f"{folder!r} is no scratch folder")
-    own = f"{folder}/rank-{ranks.rank}"
+    own, shared = f"{folder}/rank-{ranks.rank}", f"{folder}/rank-{LEADER}"
+    has_put = False
     try:
         store.make_folder(folder)
         store.put(own, b"")
+        if tries_remote and ranks.is_leader and remote.has_folders:
+            with suppress(StoreError):  # the claim warns that it cannot be reached
+                remote.make_folder(folder)
+                remote.put(shared, b"")
+                has_put = True
         # Not before all have written, and none removes its file before all have looked.
         _meet_again(rounds, b"")
         store.refresh_folder(folder)
         names = (name.removeprefix("rank-") for name in store.children(folder))
         seen = tuple(sorted(int(name) for name in names if name.isdecimal()))
-        look = _Look(socket.gethostname(), store.url, seen)
+        sees = has_put if ranks.is_leader else _sees(remote, shared)
+        look = _Look(socket.gethostname(), store.url, seen, remote.url, sees)
         note = _meet_again(rounds, msgspec.msgpack.encode(look))
     finally:
         with suppress(StoreError):
             store.delete(own)
         with suppress(StoreError):  # the last rank of the host removes it
             store.delete(f"{folder}/")
+        if has_put:
+            with suppress(StoreError):
+                remote.delete(shared)
+                remote.delete(f"{folder}/")
     found = decode_message(note, _HostsNote, "the hosts of all ranks")
     return Hosts(rank=ranks.rank, of_rank=found.of_rank, names=found.names)
+
+
+def _sees(store: Store, key: str) -> bool | None:
+    if not store.has_folders:
+        return None  # a URL is the same place for all
+    try:
+        store.head(key)
+    except NotFound:
+        return False
+    except StoreError:
+        return None
+    return True
 
 
 def _meet_again(rounds: HostRounds, data: bytes) -> bytes:
@@ -231,7 +272,25 @@ def _group_ranks(answers: Sequence[bytes]) -> _HostsNote:
                 f"ranks there ({looks[lowest].seen} and {look.seen}). Each path must be one disk"
             )
         of_rank.append(numbers.setdefault(lowest, len(numbers)))
+        if looks[LEADER].sees_remote and look.sees_remote is False:
+            raise NotShared(
+                f"{look.remote} on {look.host} (rank {rank}) is not {looks[LEADER].remote} on "
+                f"{looks[LEADER].host}: a file that the leader has put there is not seen. The "
+                "remote tier must be one place for all hosts: mount the same storage on each, or "
+                "use an object store"
+            )
     firsts = [looks[lowest] for lowest in numbers]
-    counts = Counter(look.host for look in firsts)
-    names = (look.host if counts[look.host] == 1 else f"{look.host}:{look.root}" for look in firsts)
-    return _HostsNote(tuple(of_rank), tuple(names))
+    return _HostsNote(tuple(of_rank), _name_hosts([(look.host, look.root) for look in firsts]))
+
+
+def _name_hosts(hosts: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Name each host by its name, if need be with its root, and with its number.
+
+    >>> _name_hosts([("a", "/x"), ("b", "/x"), ("b", "/y"), ("c", "/x"), ("c", "/x")])
+    ('a', 'b:/x', 'b:/y', 'c:/x#3', 'c:/x#4')
+    """
+    counts, full = Counter(name for name, _ in hosts), Counter(hosts)
+    return tuple(
+        name if counts[name] == 1 else f"{name}:{root}" + (f"#{n}" if full[name, root] > 1 else "")
+        for n, (name, root) in enumerate(hosts)
+    )
