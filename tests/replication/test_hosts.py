@@ -20,6 +20,7 @@ from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
+from holdfast.ownership.annotations import annotate
 from holdfast.ownership.claim import claim_run, put_closed, settled_choice
 from holdfast.ownership.leases import leased
 from holdfast.root.catalog import Catalog
@@ -527,3 +528,19 @@ def test_hosts_of_one_name_and_path_send_all_files(
     assert steps_in(remote) == [1]
     (entry,) = Catalog(remote).checkpoints()
     assert len(entry.manifest.hosts) == 3
+
+
+def test_a_pin_counts_when_another_host_leads(tmp_path: Path) -> None:
+    remote = MemoryStore("remote")
+    keep = {"keep_local": Last(1), "keep_remote": Last(1)}
+    on_hosts(tmp_path, "ab", remote, saves(1), **keep)
+    store = LocalStore(tmp_path / "a")
+    (entry,) = Catalog(store).checkpoints()
+    annotate(store, entry, pinned=True, metrics={"acc": 0.5})
+    expect_calm(on_hosts(tmp_path, "ba", remote, saves(2, 3), **keep))
+    assert steps_in(remote) == [3, 1]
+    for host in "ab":
+        assert {3, 1} <= {*entries_of(tmp_path, host)}
+    copy = Catalog(remote).entry(entry.name)
+    assert copy is not None
+    assert copy.metrics["acc"] == 0.5

@@ -94,7 +94,7 @@ class _Listed(msgspec.Struct, frozen=True):
     registers: dict[str, str]
     """State of the register of each attempt that has one, by folder."""
     files: dict[str, dict[str, int]]
-    """Lengths of the data files of each attempt, by folder and name."""
+    """Lengths of the data files and notes of each attempt, by folder and name."""
 
 
 class HostRecords:
@@ -193,7 +193,11 @@ class HostRecords:
         files: dict[str, dict[str, int]] = {}
         for folder in map(str, catalog.attempts()):
             infos = {info.key.rpartition("/")[2]: info.nbytes for info in store.list(f"{folder}/")}
-            files[folder] = {n: size for n, size in infos.items() if layout.is_data_name(n)}
+            files[folder] = {
+                name: nbytes
+                for name, nbytes in infos.items()
+                if layout.is_data_name(name) or layout.parse_notes(name) is not None
+            }
             if layout.MANIFEST in infos:
                 registers[folder] = self._state_of(folder)
         return msgspec.msgpack.encode(_Listed(claims, registers, files))
