@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextvars import Iterator, copy_context
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def holdfast(
         monkeypatch.setattr("sys.argv", ["holdfast", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            main()
+            copy_context().run(main)  # so that no option outlives the command
         captured = capsys.readouterr()
         if "--json" in map(str, arguments) and captured.out:
             validated([str(one) for one in arguments], captured.out)

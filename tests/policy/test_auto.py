@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.errors import UsageError
 from holdfast.format.manifest import Timestamp
-from holdfast.policy.auto import Auto, History, SaveCost, daly_interval_s
+from holdfast.policy.auto import Auto, daly_interval_s
 from holdfast.policy.clock import span
+from holdfast.policy.costs import History, SaveCost
 from holdfast.policy.savers import Due, Saved, SavePolicy, as_trigger
 from holdfast.policy.triggers import AnyTrigger, Every
 

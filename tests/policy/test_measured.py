@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.policy.auto import NUM_RECENT, SaveCost, recent
+from holdfast.policy.costs import NUM_RECENT, SaveCost, recent
 
 FULL = {"capture_s": 0.5, "stage_s": 1.5, "write_s": 9.0}
 

@@ -28,8 +28,8 @@ from holdfast.format import layout
 from holdfast.format.manifest import Aborted, Deleted
 from holdfast.format.records import UploadRecord, WriterRecord
 from holdfast.maintenance.recorded_costs import ending_of
-from holdfast.policy.auto import SaveCost
 from holdfast.policy.clock import span
+from holdfast.policy.costs import SaveCost
 from holdfast.policy.rules import recorded_time
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.history import HistorySave, read_history

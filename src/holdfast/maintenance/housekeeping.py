@@ -24,7 +24,8 @@ from holdfast.maintenance.recorded_costs import read_recorded_costs
 from holdfast.maintenance.retention import Deleter
 from holdfast.ownership.claim import Claim
 from holdfast.ownership.owner import Ownership
-from holdfast.policy.auto import Auto, SaveCost
+from holdfast.policy.auto import Auto
+from holdfast.policy.costs import SaveCost
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import name_latest
 from holdfast.store.base import Store

@@ -14,7 +14,7 @@ from holdfast.format.manifest import Reference
 from holdfast.format.records import Process, WriterRecord
 from holdfast.ownership.claim import is_closed
 from holdfast.ownership.process import liveness
-from holdfast.policy.auto import MAX_S, History, SaveCost
+from holdfast.policy.costs import MAX_S, History, SaveCost
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.store.base import Store
 
