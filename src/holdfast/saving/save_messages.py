@@ -215,6 +215,7 @@ def digest_records(recorded: Mapping[str, str]) -> bytes:
 
 
 def digest_warning(text: str) -> bytes:
+    """Return the digest by which ranks compare a warning."""
     return blake3(_encode(text)).digest(WARNING_NBYTES)
 
 
