@@ -544,3 +544,34 @@ def test_a_pin_counts_when_another_host_leads(tmp_path: Path) -> None:
     copy = Catalog(remote).entry(entry.name)
     assert copy is not None
     assert copy.metrics["acc"] == 0.5
+
+
+def test_files_of_a_save_stay_while_the_disk_with_its_outcome_is_absent(tmp_path: Path) -> None:
+    remote = Switch()
+    on_hosts(tmp_path, "ab", remote, saves(1))
+    save_without_remote(tmp_path, "ab", remote, 2)
+    (folder,) = (tmp_path / "b").glob("step-00000002*")
+    for path in (*folder.glob("*.json"), *(tmp_path / "b" / "uploads").glob("step-00000002*")):
+        path.unlink()  # as if it was killed before it heard of the commit
+    files = {*folder.iterdir()}
+    (tmp_path / "a").rename(tmp_path / "absent")
+    found, noted = resume_steps(tmp_path, "bc", remote)
+    assert found == [1, 1]
+    assert {*folder.iterdir()} == files
+    assert any("takes no part" in event.message for event in noted[0].of("warning"))
+    (tmp_path / "absent").rename(tmp_path / "a")
+    assert resume_steps(tmp_path, "ab", remote)[0] == [2, 2]
+
+
+def test_they_are_removed_after_a_resume_from_a_newer_checkpoint(tmp_path: Path) -> None:
+    remote = Switch()
+    on_hosts(tmp_path, "ab", remote, saves(1))
+    save_without_remote(tmp_path, "ab", remote, 2)
+    (folder,) = (tmp_path / "b").glob("step-00000002*")
+    for path in (*folder.glob("*.json"), *(tmp_path / "b" / "uploads").glob("step-00000002*")):
+        path.unlink()
+    shutil.rmtree(tmp_path / "a")
+    on_hosts(tmp_path, "bc", remote, saves(3))
+    assert [*folder.glob("*.safetensors")]
+    on_hosts(tmp_path, "bc", remote, saves(4))
+    assert not [*folder.glob("*.safetensors")]

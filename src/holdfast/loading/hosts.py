@@ -41,7 +41,7 @@ from holdfast.format.records import Closed, WriterRecord
 from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.loading.plan import FileSources
 from holdfast.loading.search import LoadOptions, PassedOver
-from holdfast.ownership.claim import dropped
+from holdfast.ownership.claim import Claim, dropped
 from holdfast.ownership.tiered import expect_remote_root
 from holdfast.ownership.tiered_catalog import TieredCatalog
 from holdfast.ranks.coordinator import Coordinator, decode_message
@@ -95,6 +95,8 @@ class _Listed(msgspec.Struct, frozen=True):
     """State of the register of each attempt that has one, by folder."""
     files: dict[str, dict[str, int]]
     """Lengths of the data files and notes of each attempt, by folder and name."""
+    led: tuple[int, ...]
+    """Epochs whose leader has, or had, its registers in this root."""
 
 
 class HostRecords:
@@ -184,9 +186,11 @@ class HostRecords:
         if not self.hosts.is_host_leader:
             return b""
         store, catalog = self._store, Catalog(self._store)
+        names = store.children(layout.WRITERS)
+        led = (layout.parse_alive(name) or layout.parse_closed(name) for name in names)
         claims = {
             f"{layout.WRITERS}/{name}": self._read_nonce(name)
-            for name in store.children(layout.WRITERS)
+            for name in names
             if layout.parse_writer(name) is not None or layout.parse_closed(name) is not None
         }
         registers: dict[str, str] = {}
@@ -200,7 +204,8 @@ class HostRecords:
             }
             if layout.MANIFEST in infos:
                 registers[folder] = self._state_of(folder)
-        return msgspec.msgpack.encode(_Listed(claims, registers, files))
+        listed = _Listed(claims, registers, files, tuple(filter(None, led)))
+        return msgspec.msgpack.encode(listed)
 
     def _read_nonce(self, name: str) -> str:
         key = f"{layout.WRITERS}/{name}"
@@ -479,6 +484,23 @@ class HostRecords:
                 self.note_damage([(0 if is_here else _REMOTE, entry.folder, name)])
             raise
         return data
+
+    def list_undecided(self, claim: Claim) -> list[str]:
+        """In the leader: list saves of which no host here knows whether they were committed.
+
+        They are newer than the checkpoint that the run has resumed from, and the disk with the
+        registers of their session takes no part.
+        """
+        point = (0, 0) if claim.resumed_from is None else claim.resumed_from.order
+        led = {epoch for listed in self._listed for epoch in listed.led}
+        known = {folder for listed in self._listed for folder in listed.registers}
+        there = {folder for listed in self._listed for folder in listed.files} - known
+        names = filter(None, map(layout.parse_attempt, sorted(there)))
+        return [
+            str(name)
+            for name in names
+            if point < name.order and name.epoch < claim.epoch and name.epoch not in led
+        ]
 
     def list_lost(self, entry: Entry) -> list[str]:
         """In the leader: list files of a checkpoint that were on no host's disk at the last look.

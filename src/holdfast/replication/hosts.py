@@ -66,7 +66,7 @@ class _RootNote(msgspec.Struct, frozen=True, tag="root"):
 
     claim: bytes
     committed: tuple[str, ...]
-    """Folders of all checkpoints that are known."""
+    """Folders of all checkpoints that are known, and of saves that may be."""
 
 
 class _DocumentsNote(msgspec.Struct, frozen=True, tag="documents"):
@@ -217,8 +217,9 @@ class LeadingHousekeeper(Housekeeper):
     def remove_unfinished(self, *, spared: Collection[str] = ()) -> None:
         claim = self._owner.claim
         if claim is not None:
+            spared = (*spared, *self._orders.records.list_undecided(claim))
             with self._trying("orders to hosts"):
-                self._start_orders(f"claim {claim.epoch}", claim)
+                self._start_orders(f"claim {claim.epoch}", claim, spared)
             with self._trying("orders to hosts"):
                 self._end_orders()
         super().remove_unfinished(spared=spared)
@@ -232,11 +233,13 @@ class LeadingHousekeeper(Housekeeper):
     def delete_local_copy(self, folder: str) -> None:
         self._released.append(folder)
 
-    def _start_orders(self, event: str, claim: Claim | None = None) -> None:
+    def _start_orders(
+        self, event: str, claim: Claim | None = None, spared: Collection[str] = ()
+    ) -> None:
         """Order uploads; after a `claim`, restore the manifests of hosts first."""
         self._orders.start(event)
         if claim is not None:
-            self._restore_manifests(claim)
+            self._restore_manifests(claim, spared)
         self._orders.announce(_UploadsNote(tuple(self._uploads.list_uploads())))
         self._ordering_thread = threading.get_ident()
 
@@ -246,12 +249,15 @@ class LeadingHousekeeper(Housekeeper):
             self._ordering_thread = None
             self._orders.announce(_DeletionsNote(self._deleter.take_removed()))
 
-    def _restore_manifests(self, claim: Claim) -> None:
-        """Have hosts write the manifests that they lack, as they were lost before the outcome."""
+    def _restore_manifests(self, claim: Claim, spared: Collection[str]) -> None:
+        """Have hosts write the manifests that they lack, as they were lost before the outcome.
+
+        Each then removes leftovers, except of `spared` saves.
+        """
         entries, unread = Catalog(self._store).survey()
         committed = (*(entry.folder for entry in entries), *(folder for folder, _ in unread))
         document = claim_document(self._store, claim.epoch)
-        self._orders.announce(_RootNote(document, committed))
+        self._orders.announce(_RootNote(document, (*committed, *spared)))
         lacking = {
             name for answer in self._orders.collect_answers() for name in answer.splitlines()
         }

@@ -26,6 +26,7 @@ from holdfast.errors import (
     OutcomeUnknown,
     OwnershipError,
     is_damage,
+    some_of,
     time_limit,
 )
 from holdfast.events import Emitter, Event
@@ -102,6 +103,8 @@ class Mirror(UploadThread):
         self._segments: set[str] | None = None
         """Segments of the history that the local tier had; None: those of the remote tier were not
         copied there yet, after the claim."""
+        self._undecided: tuple[str, ...] = ()
+        """Folders of saves of which no host knows whether they were committed."""
         self._may_mend = False
         """Whether the next round repairs damaged checkpoints of the local tier."""
         self._clear_cached_facts()
@@ -199,7 +202,20 @@ class Mirror(UploadThread):
             self._queue.note_tiers(epoch=None)
             incomplete = self._find_incomplete(self._hosts)
             self._queue.incomplete = self._deleter.incomplete = incomplete
+            self._note_undecided(self._hosts)
         super().go_on()
+
+    def _note_undecided(self, hosts: HostOrders) -> None:
+        """Warn of saves that may be committed, on a disk that takes no part; they stay for now."""
+        claim = self._owner.claim
+        self._undecided = () if claim is None else (*hosts.records.list_undecided(claim),)
+        if self._undecided:
+            self._emit(
+                "warning",
+                f"whether {some_of(self._undecided)} was committed is recorded on the disk of a "
+                "host that takes no part. To use it, start the run again with that host before "
+                "the next save. Its files stay until a session resumes from a newer checkpoint",
+            )
 
     def _find_incomplete(self, hosts: HostOrders) -> dict[str, str]:
         """Map checkpoints of which no host has some file to texts on those files."""
@@ -311,7 +327,7 @@ class Mirror(UploadThread):
                 text = f"{folder} cannot be uploaded, as no host of this run has {lost}"
                 self._emit_remote("warning", text, folder=folder)
         with self._owner.remote_scratch():
-            self._remote_chores.remove_unfinished(spared=self._queue.spared)
+            self._remote_chores.remove_unfinished(spared=(*self._queue.spared, *self._undecided))
         self._remote_chores.retain()
 
     def _what_lacks(self, entry: Entry, copy: Candidate) -> str:
