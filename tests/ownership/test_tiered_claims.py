@@ -256,6 +256,16 @@ def test_an_empty_local_tier_does_not_begin_anew_while_the_remote_one_is_away(
     assert not Catalog(machines[0]).claims()
 
 
+def test_a_remote_tier_that_cannot_be_made_is_named_at_a_new_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    remote = tmp_path / "file" / "remote"
+    manager = unopened(Tiered(tmp_path / "local", remote), Tiny())
+    with manager, pytest.raises(errors.StoreError) as caught:
+        manager.resume()
+    assert not isinstance(caught.value, errors.NotFound)
+    assert f"{remote}: the remote tier cannot be used" in str(caught.value)
+
+
 @pytest.mark.parametrize("commits", [True, False])
 def test_two_branches_are_told_and_nothing_is_sent(
     machines: tuple[LocalStore, LocalStore], commits: bool, monkeypatch: pytest.MonkeyPatch

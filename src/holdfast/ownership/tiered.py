@@ -44,7 +44,12 @@ from holdfast.ownership.claim import (
 )
 from holdfast.ownership.owner import END_S, Ownership, left_s
 from holdfast.ownership.process import liveness
-from holdfast.ownership.tiered_catalog import TieredCatalog, is_enough, remote_emitter
+from holdfast.ownership.tiered_catalog import (
+    TieredCatalog,
+    explain_needed_remote,
+    is_enough,
+    remote_emitter,
+)
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import check_ownership, put_once
 from holdfast.root.documents import read_document
@@ -235,10 +240,10 @@ class TieredOwnership(Ownership):
         return True
 
     def _use_local_only(self, error: StoreError) -> None:
-        """Warn, and continue with the local tier only; raise `error` if that tier has nothing, or
+        """Warn, and continue with the local tier only; raise an error if that tier has nothing, or
         not the newest checkpoint, as the run may be in the remote one."""
         if not is_enough(self._store):
-            raise error
+            raise explain_needed_remote(error, self._remote, self._store) from error
         self.catalog.cut_off = error
         self._emit(
             "warning",

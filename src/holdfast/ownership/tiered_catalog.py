@@ -13,7 +13,7 @@ from typing import TypeVar
 from typing_extensions import override
 
 from holdfast.encryption.store import sealed, sealing
-from holdfast.errors import FormatError, NotSealed, SealError, StoreError, UsageError
+from holdfast.errors import FormatError, NotFound, NotSealed, SealError, StoreError, UsageError
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
@@ -220,7 +220,7 @@ class TieredCatalog(Catalog):
             return question()
         except StoreError as error:
             if not is_enough(self.store):
-                raise
+                raise explain_needed_remote(error, self.remote.store, self.store) from error
             self.cut_off = error
             self._emit(
                 "warning",
@@ -229,6 +229,16 @@ class TieredCatalog(Catalog):
                 tier="remote",
             )
             return nothing
+
+
+def explain_needed_remote(error: StoreError, remote: Store, local: Store) -> StoreError:
+    """Return an error of a remote tier with the reason why it ends the call."""
+    kind = StoreError if isinstance(error, NotFound) else type(error)
+    return kind(
+        f"{remote.url}: the remote tier cannot be used, and {local.url} has nothing of the run, or "
+        "not its newest checkpoint, so that the run may be in the remote tier. Check its URL, "
+        f"mount and network: {error}"
+    )
 
 
 def remote_emitter(emit: Emitter, url: str, *, only_first: bool = False) -> Emitter:
