@@ -49,6 +49,9 @@ def test_files_of_other_hosts_are_no_damage(
     assert "files on other hosts" in holdfast("ls", hosts / host).out
     verified = holdfast("verify", hosts / host)
     assert verified.code == 0
+    assert f"not read, as they are only on the disk of {name}" in verified.out
+    assert "every byte on this disk is intact, and no file of other hosts was read" in verified.out
+    assert "every byte is intact" in holdfast("verify", hosts / "remote").out
     uploads = holdfast("uploads", hosts / host, "--json").document
     assert uploads["host"].endswith(host)
     assert [one["state"] for one in uploads["checkpoints"]] == ["uploaded"] * NUM_STEPS

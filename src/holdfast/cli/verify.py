@@ -27,7 +27,7 @@ from holdfast.encryption.store import bare
 from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.maintenance.encrypted import NOTE
 from holdfast.maintenance.verify import verify_kept, verify_root
-from holdfast.maintenance.verify_reads import RootReport, VerifyReport
+from holdfast.maintenance.verify_reads import NOT_HERE, RootReport, VerifyReport
 from holdfast.ownership.process import utc_now
 from holdfast.policy.rules import number_of_bytes
 from holdfast.results import parse_seen
@@ -150,7 +150,12 @@ def answer_of(store: Store, root_report: RootReport) -> Answer:
         root_report.problems
     )
     num_unread = len(failed) + len(root_report.problems) - num_bad
-    verdict = f"{num_bad} bad" if num_bad else "every byte is intact"
+    notes = (note for report in root_report.checkpoints for note in report.notes)
+    is_part = any(note.startswith(NOT_HERE) for note in notes)
+    where = (
+        "on this disk is intact, and no file of other hosts was read" if is_part else "is intact"
+    )
+    verdict = f"{num_bad} bad" if num_bad else f"every byte {where}"
     if num_unread:
         verdict = f"{num_bad} bad, {num_unread} could not be read"
     nbytes = format_nbytes(sum(report.nbytes for report in root_report.checkpoints))

@@ -41,6 +41,7 @@ from holdfast.format.tensors import TensorSpec, in_header, parse_header
 from holdfast.loading.block_reader import FileBlocks
 from holdfast.maintenance.encrypted import scrub
 from holdfast.maintenance.verify_reads import (
+    NOT_HERE,
     BlockToCheck,
     CheckedBlock,
     CheckedBytes,
@@ -286,7 +287,7 @@ class _Inspection:
         names = {*self._reader.list_names(), *dropped}
         elsewhere = again(lambda: find_elsewhere(self._store, manifest, names))
         for host, files in elsewhere.items():
-            self._notes.append(f"not here, but on the disk of {host}: {some_of(files, 3)}")
+            self._notes.append(f"{NOT_HERE} {host}: {some_of(files, 3)}")
         return {file for files in elsewhere.values() for file in files}
 
     def _read_parts(self, manifest: Manifest) -> Parts:

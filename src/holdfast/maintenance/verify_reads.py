@@ -109,6 +109,10 @@ class VerifyReport:
         return tuple(one for one in self.problems if not layout.is_sidecar(one.file))
 
 
+NOT_HERE = "not read, as they are only on the disk of"
+"""Begin of a note on files that other hosts have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootReport:
     """Result of verifying a root: its checkpoints newest first, and its claims."""
