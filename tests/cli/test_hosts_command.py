@@ -72,6 +72,16 @@ def test_a_file_that_the_host_itself_has_lost_is_damage(holdfast: Command, hosts
     assert "noise-00001.safetensors" in verified.out
 
 
+def test_a_session_is_not_called_killed_on_a_disk_that_lacks_its_close(
+    holdfast: Command, hosts: Path
+) -> None:
+    endings = {}
+    for host in "ab":
+        (session,) = holdfast("log", hosts / host, "--json").document["sessions"]
+        endings[host] = session["ending"]
+    assert endings == {"a": "closed", "b": "unknown"}
+
+
 @pytest.mark.parametrize("host", ["a", "b"])
 def test_no_command_deletes_a_part_of_a_checkpoint(
     holdfast: Command, hosts: Path, host: str

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from holdfast.errors import FormatError
+from holdfast.format import layout
 from holdfast.format.manifest import Reference
 from holdfast.format.records import Process, WriterRecord
 from holdfast.ownership.claim import is_closed
 from holdfast.ownership.process import liveness
 from holdfast.policy.costs import MAX_S, History, SaveCost
 from holdfast.root.catalog import Catalog, Entry
+from holdfast.root.upload_records import host_of
 from holdfast.store.base import Store
 
 Ending = Literal["closed", "failed", "running", "continued", "unknown"]
@@ -113,6 +115,8 @@ def ending_of(store: Store, claim: WriterRecord, following: WriterRecord | None)
         return "closed"
     if following is not None and _is_same_process(claim.process, following.process):
         return "continued"
+    if _may_lack_close(store, claim):
+        return "unknown"
     state = liveness(claim.process)
     if state == "dead":
         return "failed"
@@ -120,6 +124,16 @@ def ending_of(store: Store, claim: WriterRecord, following: WriterRecord | None)
         return "unknown" if state == "unknown" else "running"
     # Without a takeover a run is claimed only once its owner was found gone.
     return "unknown" if following.takeover else "failed"
+
+
+def _may_lack_close(store: Store, claim: WriterRecord) -> bool:
+    """Whether the root is a disk of another host than the claim's, which has the close."""
+    host, _, root = host_of(store).partition(":")
+    if not host or host != claim.process.host:
+        return bool(host)
+    # Several roots of one host: only the leader puts heartbeats.
+    heartbeat = layout.alive_key(claim.epoch).rpartition("/")[2]
+    return bool(root) and heartbeat not in store.children(layout.WRITERS)
 
 
 def _is_same_process(one: Process, other: Process) -> bool:
