@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 import torch
 from tests.cli.roots import Result
 
 from allranks import Member, all_of, on_ranks
-from holdfast import HostTiers
+from holdfast import HostTiers, add_metrics, errors
 from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 
@@ -80,6 +81,28 @@ def test_a_session_is_not_called_killed_on_a_disk_that_lacks_its_close(
         (session,) = holdfast("log", hosts / host, "--json").document["sessions"]
         endings[host] = session["ending"]
     assert endings == {"a": "closed", "b": "unknown"}
+
+
+@pytest.mark.parametrize(
+    "words", [("pin",), ("unpin",), ("tag", "x"), ("untag", "x"), ("metric", "loss=1")]
+)
+def test_marks_are_refused_where_no_run_reads_them(
+    holdfast: Command, hosts: Path, words: tuple[str, ...]
+) -> None:
+    verb, *values = words
+    result = holdfast(verb, f"{hosts / 'b'}@step=1", *values)
+    assert result.code == 2
+    assert f"only on the disk of {gethostname()}:{hosts / 'a'} and in {hosts / 'remote'}" in (
+        result.err
+    )
+    assert not [*hosts.glob("b/step-*/notes-*")]
+    if verb in ("pin", "tag", "metric"):
+        assert holdfast(verb, f"{hosts / 'a'}@step=1", *values).code == 0
+
+
+def test_the_library_adds_no_metrics_where_no_run_reads_them(hosts: Path) -> None:
+    with pytest.raises(errors.UsageError, match="runs read pins, tags and metrics only on"):
+        add_metrics(f"{hosts / 'b'}@step=1", {"loss": 1.0})
 
 
 @pytest.mark.parametrize("host", ["a", "b"])

@@ -19,6 +19,7 @@ from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.root.address import split_folder, split_source, which_beside
 from holdfast.root.catalog import Catalog, Entry, standalone
 from holdfast.root.single import alone
+from holdfast.root.upload_records import expect_marks_read
 from holdfast.store import open_store
 from holdfast.store.base import Store
 
@@ -86,8 +87,8 @@ def add_metrics(
     keys of an encrypted checkpoint.
 
     Raises:
-        UsageError: `checkpoint` names a whole root; a value is no number; or the checkpoint has
-            another value of that name, and `replace` is not set.
+        UsageError: `checkpoint` names a whole root; a value is no number; the checkpoint has
+            another value of that name, and `replace` is not set; or runs read no metrics there.
         NoCheckpoint: no checkpoint matches, or its deletion has begun.
     """
     if isinstance(checkpoint, Checkpoint):
@@ -97,6 +98,7 @@ def add_metrics(
         raise UsageError(f"{os.fspath(checkpoint)!r}: name one checkpoint, as root@step=500")
     store = sealing(store, encrypt)
     entry = standalone(store, folder) if folder else Catalog(store).find_checkpoint(which)
+    expect_marks_read(store, entry.manifest)
     annotate(store, entry, metrics=metrics, replace=replace)
 
 

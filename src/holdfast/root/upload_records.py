@@ -113,6 +113,17 @@ def expect_one_root(store: Store) -> None:
         )
 
 
+def expect_marks_read(store: Store, manifest: Manifest) -> None:
+    """Raise `UsageError` if runs read no marks in this root, as it is the disk of a follower."""
+    tiers = Ledger(store).tiers() if manifest.hosts else None
+    leader = next(iter(manifest.hosts), "")
+    if tiers is not None and tiers.host not in ("", leader):
+        raise UsageError(
+            f"{store.url}: nothing was changed. This is the disk of {tiers.host}, and runs read "
+            f"pins, tags and metrics only on the disk of {leader} and in {tiers.remote}. Use these"
+        )
+
+
 class NotedUploads:
     """Guard against deletion of checkpoints not yet uploaded, for processes that do not upload."""
 
