@@ -20,6 +20,7 @@ from distributed.jobs import WAYS, make
 from distributed.run import run_ranks
 from holdfast import CheckpointManager, errors
 from holdfast.control import exits
+from holdfast.format.tensors import parse_header
 from holdfast.ranks import c10d
 from holdfast.ranks.c10d import C10d
 from holdfast.ranks.coordinator import GRACE_S
@@ -105,6 +106,37 @@ def test_real_ranks_send_each_other_what_they_share(
         read += of_rank[1]
     nbytes = tensors_nbytes(tmp_path / "run")
     assert nbytes <= read < 1.5 * nbytes + 20_000 * num_ranks, (read, nbytes)
+
+
+def read_own(root: Path, way: str, rank: int) -> int:
+    """Resume without broadcasts; return how many bytes this rank has read."""
+    job, store = make(way, seed=1), Watched(root)
+    job.step()
+    saved = job.whole()
+    job.step()
+    with CheckpointManager(store, job.state) as manager:
+        assert manager.resume() is not None
+    assert job.whole() == saved
+    return store.nbytes
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_each_rank_reads_its_own_shards_and_one_file_of_small_tensors(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    run_ranks(num_ranks, partial(save, tmp_path / "run", "fsdp"))
+    read = run_ranks(num_ranks, partial(read_own, tmp_path / "run", "fsdp"))
+    sizes, small = dict[str, int](), set[str]()
+    for path in tmp_path.glob("run/step-*/*.safetensors"):
+        name = str(path.relative_to(tmp_path))
+        data = path.read_bytes()
+        sizes[name] = len(data)
+        keys = parse_header(data, file_nbytes=len(data), what=name)
+        if any(key.endswith(".step") for key in keys):
+            assert all(key.endswith(".step") for key in keys)
+            small.add(name)
+    (name,) = small
+    assert sum(read) == sum(sizes.values()) + (num_ranks - 1) * sizes[name]
 
 
 @pytest.mark.full

@@ -236,6 +236,35 @@ def test_files_are_numbered_by_component_and_writer() -> None:
     assert plan.file.tolist() == [0, 1] * 4
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_small_boxes_of_more_ranks_than_others_have_a_file_of_their_own(
+    replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shardplan, "SMALL_NBYTES", 50)
+    sharded, steps = [(8, 4), (8, 4), (8, 1)], [(1, 1), (1, 1)]
+    shapes = [*sharded, *steps, (20, 4)]
+    whole = [[whole_box(shape)] for shape in shapes[3:]]
+    ranks = [[*of_rank, *whole] for of_rank in hsdp(sharded, replicas, parts=2)]
+    boxes = box_table(shapes, ranks)
+    plan = plan_writes(leaf_table(shapes), boxes, one_host(len(ranks)))
+    written = chosen(boxes, plan)
+    assert [one[0] for one, apart in zip(written, plan.apart, strict=True) if apart] == [3, 4]
+    ((writer, file),) = {(writer, file) for leaf, _, _, writer, file in written if leaf in (3, 4)}
+    files = {file: {one[0] for one in written if one[-1] == file} for *_, file in written}
+    assert files[file] == {3, 4}
+    assert len(files) == len(ranks) + 1
+    assert {at for *_, rank, at in written if rank == writer} == {file - 1, file}
+
+
+def test_copies_of_all_boxes_on_the_same_ranks_share_a_file(monkeypatch: Any) -> None:
+    monkeypatch.setattr(shardplan, "SMALL_NBYTES", 50)
+    shapes = [(8, 4), (1, 1), (8, 4), (1, 1)]
+    boxes = box_table(shapes, [[[whole_box(shape)] for shape in shapes]] * 2)
+    plan = plan_writes(leaf_table(shapes), boxes, one_host(2))
+    assert not plan.apart.any()
+    assert sorted({(file, writer) for *_, writer, file in chosen(boxes, plan)}) == [(0, 0), (1, 1)]
+
+
 def test_a_rank_without_anything_to_write_has_no_number() -> None:
     shapes = [(4,), (4,)]
     ranks: list[Rank] = [[[], []], [[Box((0,), (4,))], []], [[], [Box((0,), (4,))]]]

@@ -31,7 +31,7 @@ from holdfast.state.capture.capture import Captured
 from holdfast.state.components import TRAINER, CapturedComponent
 from holdfast.state.modules import buffer_names
 from holdfast.state.samples import DIGEST_NBYTES, Samples, first_difference, sample
-from holdfast.state.shardplan import BoxTable, Ints, LeafTable, plan_writes, text_nbytes
+from holdfast.state.shardplan import BoxTable, Flags, Ints, LeafTable, plan_writes, text_nbytes
 from holdfast.state.shards import Box, box_at, whole_box
 
 _ALIKE = frozenset({"module", "optimizer"})
@@ -124,16 +124,26 @@ class Part(msgspec.Struct, frozen=True, array_like=True):
     class, from 1; 0: not compared."""
     files: tuple[tuple[int, int], ...]
     """For each component the first number of its tensor files, and how many the rank has."""
+    apart: bytes = b""
+    """Like `written`: whether the box is in a file of small boxes; empty if none is."""
 
     @property
     def rows(self) -> Ints:
         """Numbers, among those of the rank, of the boxes that it writes."""
-        return np.flatnonzero(np.unpackbits(np.frombuffer(zlib.decompress(self.written), np.uint8)))
+        return _unpack_flags(self.written)
 
     @property
     def class_of_row(self) -> Ints:
         """Class of each box of the rank."""
         return np.frombuffer(zlib.decompress(self.classes), "<i4")
+
+
+def _pack_flags(flags: Flags) -> bytes:
+    return zlib.compress(np.packbits(flags).tobytes())
+
+
+def _unpack_flags(data: bytes) -> Ints:
+    return np.flatnonzero(np.unpackbits(np.frombuffer(zlib.decompress(data), np.uint8)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,10 +288,15 @@ class OwnShare:
         rows: dict[str, list[int]] = {name: [] for name in self._parts}
         for row in part.rows.tolist():
             rows[self._rows[row][0]].append(row)
-        numbers = zip(self._parts.items(), part.files, strict=True)
-        return {name: self._pick(one, rows[name], *of) for (name, one), of in numbers}
+        apart = frozenset(_unpack_flags(part.apart).tolist() if part.apart else ())
+        return {
+            name: self._pick(one, rows[name], apart, range(first, first + count))
+            for (name, one), (first, count) in zip(self._parts.items(), part.files, strict=True)
+        }
 
-    def _pick(self, part: CapturedComponent, rows: Sequence[int], first: int, count: int) -> _Pick:
+    def _pick(
+        self, part: CapturedComponent, rows: Sequence[int], apart: Set[int], numbers: range
+    ) -> _Pick:
         positions = {spec.key: number for number, spec in enumerate(part.specs)}
         specs: dict[str, TensorSpec] = {}
         sources: list[tuple[str, int | None]] = []
@@ -305,7 +320,8 @@ class OwnShare:
             specs=tuple(specs.values()),
             sources=sources,
             positions=[positions[key] for key, _ in sources],
-            numbers=range(first, first + count),
+            numbers=numbers,
+            apart=frozenset(name for name, row in zip(specs, rows, strict=True) if row in apart),
         )
 
 
@@ -321,6 +337,7 @@ class _Pick:
     positions: Sequence[int]
     """Position of each in the captured component."""
     numbers: range
+    apart: frozenset[str]
 
     def of(self, part: CapturedComponent) -> CapturedComponent:
         """Select the boxes from a captured component."""
@@ -341,6 +358,7 @@ class _Pick:
             addresses=addresses,
             shards={},
             numbers=self.numbers,
+            apart=self.apart,
         )
 
 
@@ -475,17 +493,19 @@ class Plan:
 
     def make_parts(self) -> list[Part]:
         """Make the part of each rank."""
-        is_written = np.zeros(len(self._boxes.leaf), np.bool_)
+        is_written, is_apart = np.zeros((2, len(self._boxes.leaf)), np.bool_)
         is_written[self._plan.row] = True
+        is_apart[self._plan.row] = self._plan.apart
         parts = []
         for rank, files in enumerate(self.file_numbers):
             some = slice(*self._starts[rank : rank + 2])
             classes = np.searchsorted([0, *self._classes_of(rank)], self._classes[some])
             parts.append(
                 Part(
-                    written=zlib.compress(np.packbits(is_written[some]).tobytes()),
+                    written=_pack_flags(is_written[some]),
                     classes=zlib.compress(classes.astype("<i4").tobytes()),
                     files=files,
+                    apart=_pack_flags(is_apart[some]) if is_apart[some].any() else b"",
                 )
             )
         return parts
@@ -609,8 +629,9 @@ class Plan:
     def _layout(self) -> _Layout:
         """Lay out the boxes of all ranks as their writers do."""
         row, leaf = self._plan.row, self._boxes.leaf[self._plan.row]
-        rank, component = self._boxes.rank[row], self._component[leaf]
-        order = np.lexsort((row, -self._item_nbytes[leaf], component, rank)).astype(np.int32)
+        component = self._component[leaf]
+        order = np.lexsort((row, -self._item_nbytes[leaf], self._plan.file, component))
+        order = order.astype(np.int32)
         num_files = np.zeros(len(self._components) + 1, np.int64)
         np.maximum.at(num_files[1:], component, self._plan.file + 1)
         file = (np.cumsum(num_files)[component] + self._plan.file).astype(np.int32)

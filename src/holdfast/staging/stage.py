@@ -105,7 +105,7 @@ class Stager:
         self._budget = memory_budget
         self._is_in_waves = False
         self._pool: LimitedBuffers | None = None
-        self._specs: dict[str, tuple[tuple[TensorSpec, ...], range | None]] = {}
+        self._specs: dict[str, tuple[tuple[TensorSpec, ...], range | None, frozenset[str]]] = {}
         self._groups: dict[str, Grouping] = {}
         self._files: dict[str, tuple[KnownFile, ...]] = {}
         self._plans: dict[str, _CopyPlan] = {}
@@ -230,7 +230,8 @@ class Stager:
     def lay_out_files(self, component: CapturedComponent, make: MakeFile) -> None:
         """Lay out a component's files anew if its structure or its grouping has changed."""
         name, specs, numbers = component.name, component.specs, component.numbers
-        if self._specs.get(name) != (specs, numbers):
+        planned = (specs, numbers, component.apart)
+        if self._specs.get(name) != planned:
             self._groups[name] = Grouping(specs)
         elif not self._groups[name].has_moved or numbers is not None:
             return
@@ -238,16 +239,15 @@ class Stager:
         self._plans.pop(name, None)
         # Set last: if there is no memory for the new files, the next call plans again.
         self._specs.pop(name, None)
-        apart = self._groups[name].finish_layout()
-        files = (
-            lay_out(name, specs, apart=apart)
-            if numbers is None
-            else lay_out(name, specs, first_number=numbers.start)
-        )
+        unchanging = self._groups[name].finish_layout()
+        first = 0 if numbers is None else numbers.start
+        files = lay_out(name, specs, apart=unchanging or component.apart, first_number=first)
         if numbers is not None and len(files) != len(numbers):
             raise UnsupportedState([(name, "its keys are too long for the header of one file")])
-        self._files[name] = tuple(make(file, is_apart=file.specs[0].key in apart) for file in files)
-        self._specs[name] = (specs, numbers)
+        self._files[name] = tuple(
+            make(file, is_apart=file.specs[0].key in unchanging) for file in files
+        )
+        self._specs[name] = planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -120,6 +120,8 @@ class CapturedComponent:
     numbers: range | None = None
     """Numbers of the tensor files into which this rank writes it; None: from 0, as many as needed,
     and unchanging tensors may get files of their own."""
+    apart: frozenset[str] = frozenset()
+    """Keys of the small tensors that are in the last of `numbers` alone."""
 
     @property
     def stored(self) -> StoredComponent:

@@ -92,6 +92,8 @@ class WritePlan:
     nbytes: Ints
     file: Ints
     """Number of the tensor file in the leaf's component; no two ranks have the same."""
+    apart: Flags
+    """Whether the box is in a file of small boxes."""
     box: Ints
     """Number of the distinct box in each row of the `BoxTable`."""
     copied: Flags
@@ -102,7 +104,8 @@ def plan_writes(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> WritePlan:
     """Choose one writer for each distinct box, and number the tensor files of all writers.
 
     Bytes are balanced over hosts and over the ranks of each. A writer has consecutive numbers in a
-    component: one file, or as many as its bytes need.
+    component: one file, or as many as its bytes need, and last one of the small boxes that more
+    ranks hold than its other boxes: each of these ranks reads them when it resumes.
 
     Args:
         leaves: The leaves.
@@ -113,12 +116,16 @@ def plan_writes(leaves: LeafTable, boxes: BoxTable, hosts: Ints) -> WritePlan:
     order = np.lexsort((boxes.rank, boxes.last, boxes.first, boxes.leaf)).astype(np.int32)
     begins = _first_copies(boxes, order)
     row, nbytes = _choose_copies(leaves, boxes, hosts, order, begins)
-    file = _number_files(leaves, boxes, row, nbytes)
     counts = np.diff(begins, append=np.int32(len(order)))
+    group = _group_by_writer(leaves, boxes, row, nbytes, counts)
+    file = _number_files(leaves, boxes, row, nbytes, group)
     box, copied = np.empty(len(order), np.int32), np.empty(len(order), np.bool_)
-    box[order] = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    copied[order] = np.repeat(counts > 1, counts)
-    return WritePlan(row=row, nbytes=nbytes, file=file, box=box, copied=copied)
+    number = np.zeros(len(order), np.int32)
+    number[begins[1:]] = 1
+    np.cumsum(number, out=number)
+    box[order], copied[order] = number, (counts > 1)[number]
+    apart = group % 2 == 1
+    return WritePlan(row=row, nbytes=nbytes, file=file, apart=apart, box=box, copied=copied)
 
 
 def _choose_copies(
@@ -359,20 +366,32 @@ class _Loads:
         self._of_host[self._hosts[rank]] += nbytes
 
 
-def _number_files(leaves: LeafTable, boxes: BoxTable, row: Ints, nbytes: Ints) -> Ints:
-    """Number each component's files by writer; long elements first, as `lay_out` does.
+def _group_by_writer(
+    leaves: LeafTable, boxes: BoxTable, row: Ints, nbytes: Ints, counts: Ints
+) -> Ints:
+    """Number the writers of each component by twos: odd for small boxes that lie apart."""
+    group = leaves.component.astype(np.int32)[boxes.leaf[row]]
+    group *= int(boxes.rank.max(initial=0)) + 1
+    group += boxes.rank[row]
+    least = np.full(int(group.max(initial=0)) + 1, np.iinfo(counts.dtype).max, counts.dtype)
+    np.minimum.at(least, group, counts)
+    apart = (nbytes < SMALL_NBYTES) & (counts > least[group])
+    group *= 2
+    group += apart
+    return group
+
+
+def _number_files(leaves: LeafTable, boxes: BoxTable, row: Ints, nbytes: Ints, group: Ints) -> Ints:
+    """Number each component's files by group; long elements first, as `lay_out` does.
 
     Otherwise boxes come in the order of the rows, which is that of their writer.
     """
-    num_ranks = int(boxes.rank.max(initial=0)) + 1
-    writer = leaves.component.astype(np.int32)[boxes.leaf[row]] * num_ranks
-    writer += boxes.rank[row]
-    order = np.lexsort((row, -leaves.item_nbytes[boxes.leaf[row]], writer))
-    ends = np.flatnonzero(np.diff(writer[order])) + 1
+    order = np.lexsort((row, -leaves.item_nbytes[boxes.leaf[row]], group))
+    ends = np.flatnonzero(np.diff(group[order])) + 1
     file = np.empty(len(row), np.int32)
     number, of_component = 0, -1
     for some in np.split(order, ends) if len(order) else ():
-        component = int(writer[some[0]]) // num_ranks
+        component = int(leaves.component[boxes.leaf[row[some[0]]]])
         if component != of_component:
             number, of_component = 0, component
         for part in _cut_into_files(nbytes[some]):

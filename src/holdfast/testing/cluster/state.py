@@ -230,7 +230,10 @@ def stage_part(part: Captured, content_of: ContentOf | None) -> Staged:
         name: tuple(
             KnownFile(file)
             for file in lay_out(
-                name, of_name.specs, first_number=(of_name.numbers or range(0)).start
+                name,
+                of_name.specs,
+                apart=of_name.apart,
+                first_number=(of_name.numbers or range(0)).start,
             )
         )
         for name, of_name in part.components.items()
