@@ -6,6 +6,7 @@ Hosts are folders, and ranks are threads.
 from __future__ import annotations
 
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -575,3 +576,25 @@ def test_they_are_removed_after_a_resume_from_a_newer_checkpoint(tmp_path: Path)
     assert [*folder.glob("*.safetensors")]
     on_hosts(tmp_path, "bc", remote, saves(4))
     assert not [*folder.glob("*.safetensors")]
+
+
+def test_an_upload_that_is_not_wanted_any_more_ends_on_all_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader has begun to wait for the files of another host, which has sent none yet."""
+    without_backoff(monkeypatch)
+    remote, cut_off = Switch(), Switch()
+    cut_off._objects, cut_off._lock = remote._objects, remote._lock
+
+    def work(member: Member, manager: CheckpointManager) -> None:
+        if member.rank == 1:
+            cut_off.error = errors.TransientStoreError("no network on b")
+        saves(1, wait=False)(member, manager)
+        while not remote.children(next(iter(entries_of(tmp_path, "a").values()))):
+            time.sleep(0.01)
+        saves(2, wait=False)(member, manager)
+        cut_off.error = None
+        manager.wait()
+
+    on_hosts(tmp_path, "ab", [remote, cut_off], work, keep_remote=Last(1))
+    assert steps_in(remote) == [2]

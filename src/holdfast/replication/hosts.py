@@ -557,10 +557,10 @@ class HostUploads(UploadThread):
         here = self._sender.find_files(folder, entry.manifest)
         try:
             cost = self._sender.upload_files(folder, here.own)
-        except NoCheckpoint:
-            self._sent.add(folder)  # it was deleted there
+        except (NoCheckpoint, CommitConflict):
+            self._sent.add(folder)  # deleted or given up there: the leader knows whether by itself
             return
-        except (CommitConflict, FormatError) as error:
+        except FormatError as error:
             self._note_copies(folder, here.copies)
             self._refused.add(folder)
             self._refuse_upload(entry, error)

@@ -147,6 +147,8 @@ class Mirror(UploadThread):
             waiting = sorted(self._queue.waiting, key=lambda entry: entry.order, reverse=True)
             folders = [entry.folder for entry in waiting]
             self._begun.update(folders)
+            if self._queue.sending and self._queue.sending not in folders:
+                folders.append(self._queue.sending)  # not wanted any more, and sent to its end
         return folders
 
     @override

@@ -74,7 +74,7 @@ class UploadQueue:
         """Why the remote copy must not be relied on, by folder."""
         self.sent_metrics: dict[str, set[str]] = {}
         """Names of later metrics that were copied to the remote tier, by folder."""
-        self._sending = ""
+        self.sending = ""
         """The folder that is being uploaded. It is kept even if no longer wanted: where saves come
         faster than uploads end, no upload would ever end."""
         self._given_up: set[str] = set()
@@ -205,7 +205,7 @@ class UploadQueue:
             # A past upload is no proof: the remote copy may have lost files since.
             if not self.is_sure or not (self.has_seen or is_ours):
                 return f"what {self._where} has is not known yet"
-            if entry.folder in self._waiting or entry.folder == self._sending:
+            if entry.folder in self._waiting or entry.folder == self.sending:
                 return f"it waits for its upload to {self._where}"
             if not {*entry.marks.notes.metrics} <= self.sent_metrics.get(entry.folder, set()):
                 return f"its later metrics are not in {self._where} yet"
@@ -247,12 +247,12 @@ class UploadQueue:
         with self.changed:
             if entry.folder not in self._waiting:
                 return False
-            self._sending = entry.folder
+            self.sending = entry.folder
             return True
 
     def finish_upload(self) -> None:
         """Mark that nothing is being uploaded."""
-        self._sending = ""
+        self.sending = ""
 
     def tried(self, entry: Entry) -> int:
         """Count one more upload attempt of a checkpoint; return the number before it."""
@@ -288,7 +288,7 @@ class UploadQueue:
 
     def _drop_upload(self, folder: str) -> None:
         self._waiting.pop(folder, None)
-        self._sending = ""
+        self.sending = ""
         self.changed.notify_all()
 
     # Notes on disk. On a full disk they cannot be written; that is no error, as uploads make room.
