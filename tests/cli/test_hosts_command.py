@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from socket import gethostname
 
@@ -22,18 +22,23 @@ NUM_STEPS = 2
 @pytest.fixture
 def hosts(tmp_path: Path) -> Path:
     """Roots of the hosts `a` and `b` with the same checkpoints, and the remote tier."""
+    run(tmp_path, "ab", range(1, NUM_STEPS + 1))
+    return tmp_path
+
+
+def run(path: Path, hosts: str, steps: Iterable[int]) -> None:
+    """Resume on these hosts, of which the first leads, and save steps."""
 
     def work(member: Member) -> None:
-        root = HostTiers(tmp_path / "ab"[member.rank], tmp_path / "remote")
+        root = HostTiers(path / hosts[member.rank], path / "remote")
         state = {**member.state, "noise": torch.Generator().manual_seed(member.rank)}
         with member.manager(root, state=state) as manager:
             manager.resume()
-            for step in range(1, NUM_STEPS + 1):
+            for step in steps:
                 manager.save(step).wait()
             manager.wait()
 
-    all_of(on_ranks(2, work))
-    return tmp_path
+    all_of(on_ranks(len(hosts), work))
 
 
 @pytest.mark.parametrize(("host", "other"), [("a", "b"), ("b", "a")])
@@ -100,8 +105,14 @@ def test_marks_are_refused_where_no_run_reads_them(
         assert holdfast(verb, f"{hosts / 'a'}@step=1", *values).code == 0
 
 
+def test_marks_follow_the_host_that_has_led_the_last_save(holdfast: Command, hosts: Path) -> None:
+    run(hosts, "ba", [NUM_STEPS + 1])
+    assert holdfast("pin", f"{hosts / 'a'}@step=1").code == 2
+    assert holdfast("pin", f"{hosts / 'b'}@step=1").code == 0
+
+
 def test_the_library_adds_no_metrics_where_no_run_reads_them(hosts: Path) -> None:
-    with pytest.raises(errors.UsageError, match="runs read pins, tags and metrics only on"):
+    with pytest.raises(errors.UsageError, match="the run reads pins, tags and metrics only on"):
         add_metrics(f"{hosts / 'b'}@step=1", {"loss": 1.0})
 
 

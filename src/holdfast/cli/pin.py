@@ -106,7 +106,7 @@ def _change_marks(
         raise UsageError(f"{target!r}: name one checkpoint, as ROOT@WHICH")
     store, folder = open_target(target)
     entry = read_entry(store, folder)
-    expect_marks_read(store, entry.manifest)
+    expect_marks_read(store)
     expect_removable(entry, remove_tags)
     annotate(
         store,

@@ -98,7 +98,7 @@ def add_metrics(
         raise UsageError(f"{os.fspath(checkpoint)!r}: name one checkpoint, as root@step=500")
     store = sealing(store, encrypt)
     entry = standalone(store, folder) if folder else Catalog(store).find_checkpoint(which)
-    expect_marks_read(store, entry.manifest)
+    expect_marks_read(store)
     annotate(store, entry, metrics=metrics, replace=replace)
 
 

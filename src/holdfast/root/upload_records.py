@@ -113,13 +113,16 @@ def expect_one_root(store: Store) -> None:
         )
 
 
-def expect_marks_read(store: Store, manifest: Manifest) -> None:
-    """Raise `UsageError` if runs read no marks in this root, as it is the disk of a follower."""
-    tiers = Ledger(store).tiers() if manifest.hosts else None
-    leader = next(iter(manifest.hosts), "")
-    if tiers is not None and tiers.host not in ("", leader):
+def expect_marks_read(store: Store) -> None:
+    """Raise `UsageError` if the run reads no marks in this root: another host led its last save."""
+    tiers = Ledger(store).tiers()
+    if tiers is None or not tiers.host:
+        return
+    newest = next(iter(Catalog(store).checkpoints()), None)
+    leader = "" if newest is None else next(iter(newest.manifest.hosts), "")
+    if leader and leader != tiers.host:
         raise UsageError(
-            f"{store.url}: nothing was changed. This is the disk of {tiers.host}, and runs read "
+            f"{store.url}: nothing was changed. This is the disk of {tiers.host}; the run reads "
             f"pins, tags and metrics only on the disk of {leader} and in {tiers.remote}. Use these"
         )
 
