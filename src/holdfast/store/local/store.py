@@ -34,27 +34,17 @@ from holdfast.store.base import (
     ignore,
     is_key,
 )
-from holdfast.store.local import reads
+from holdfast.store.local import folders, reads
 from holdfast.store.local.blocks import DirectWrites, LocalBlockWriter, create_file
 from holdfast.store.local.folders import (
-    FILE_MODE,
-    NEW_FILE,
-    NO_LINKS,
     drafted,
-    is_temporary_name,
-    link_file,
     make_folder_in,
     make_root,
     names_below,
     names_of_no_objects,
     opened_folder,
-    read_exactly,
-    regular_nbytes,
-    remove_quietly,
-    replace_with,
     segments_of,
     sync_folder_fd,
-    temporary_name,
 )
 from holdfast.store.local.reads import OpenFile, OpenFiles
 from holdfast.store.local.syscalls import NO_DESCRIPTORS, Reporting, free_space_at, is_network
@@ -127,7 +117,7 @@ class LocalStore(Store):
                 return data
             rest = bytearray(wanted - len(data))
             at = start + len(data)
-            read_exactly(file.fd, memoryview(rest), at, what=self._path(key))
+            folders.read_exactly(file.fd, memoryview(rest), at, what=self._path(key))
             return data + rest
 
     @override
@@ -172,7 +162,7 @@ class LocalStore(Store):
         path = self._path(key)
         with Reporting("head", path):
             found = self._names.status(key)
-            nbytes = regular_nbytes(found, what=path)
+            nbytes = folders.regular_nbytes(found, what=path)
             return ObjectInfo(key=key, nbytes=nbytes, identity=f"{found.st_dev}-{found.st_ino}")
 
     @override
@@ -225,8 +215,8 @@ class LocalStore(Store):
         # Without the right system it has nothing to refresh for: it only reads.
         with suppress(NotFound, UnsupportedStore), report, self._open_folder(folder) as folder_fd:
             if is_network(folder_fd):
-                name = temporary_name()
-                os.close(os.open(name, NEW_FILE, FILE_MODE, dir_fd=folder_fd))
+                name = folders.temporary_name()
+                os.close(os.open(name, folders.NEW_FILE, folders.FILE_MODE, dir_fd=folder_fd))
                 os.unlink(name, dir_fd=folder_fd)
 
     @override
@@ -237,7 +227,7 @@ class LocalStore(Store):
         report = Reporting("sweep", self._path(folder))
         with suppress(NotFound), report, self._open_folder(folder) as folder_fd:
             for name in os.listdir(folder_fd):
-                if is_temporary_name(name):
+                if folders.is_temporary_name(name):
                     with suppress(FileNotFoundError):
                         os.unlink(name, dir_fd=folder_fd)
                         num_removed += 1
@@ -249,7 +239,7 @@ class LocalStore(Store):
         report = Reporting("look into", self._path(folder))
         with suppress(NotFound), report, self._open_folder(folder) as folder_fd:
             names = names_of_no_objects(folder_fd)
-            return tuple(name for name in names if not is_temporary_name(name))
+            return tuple(name for name in names if not folders.is_temporary_name(name))
         return ()
 
     @override
@@ -262,7 +252,7 @@ class LocalStore(Store):
             self._check_folder_syncs(folder_fd)
             with ExitStack() as undo:
                 fd = create_file(folder_fd, name, nbytes)
-                undo.callback(remove_quietly, folder_fd, name)
+                undo.callback(folders.remove_quietly, folder_fd, name)
                 undo.callback(os.close, fd)
                 own_folder_fd = os.dup(folder_fd)
                 undo.callback(os.close, own_folder_fd)
@@ -288,11 +278,11 @@ class LocalStore(Store):
             self._check_folder_syncs(folder_fd)
             try:
                 with self._open_folder(source_folder) as source_fd:
-                    link_file(source_fd, source_name, folder_fd, name)
+                    folders.link_file(source_fd, source_name, folder_fd, name)
             except FileNotFoundError:
                 return False
             except OSError as err:
-                if err.errno in NO_LINKS:
+                if err.errno in folders.NO_LINKS:
                     return False
                 raise
             report.effect = "done"
@@ -306,16 +296,16 @@ class LocalStore(Store):
         check_key(target)
         if "/" in name:
             raise UsageError(f"point {name}: the pointer must be in the root itself")
-        aside = temporary_name()
+        aside = folders.temporary_name()
         with Reporting("point", self._path(name)) as report, self._open_folder("") as root_fd:
             try:
                 os.symlink(target, aside, dir_fd=root_fd)
             except OSError as err:
-                if err.errno not in NO_LINKS:
+                if err.errno not in folders.NO_LINKS:
                     raise
                 self.put(name, f"{target}\n".encode())
                 return
-            replace_with(root_fd, aside, name)
+            folders.replace_with(root_fd, aside, name)
             report.effect = "done"
             sync_folder_fd(root_fd)
 
@@ -355,12 +345,12 @@ class LocalStore(Store):
         report = Reporting("probe", self._root)
         with report, self._open_folder("") as root_fd:
             sync_folder_fd(root_fd)
-            name = temporary_name()
+            name = folders.temporary_name()
             try:
                 self._put_new(root_fd, name, memoryview(b"probe"), report)
                 report.effect = "none"
             finally:
-                remove_quietly(root_fd, name)
+                folders.remove_quietly(root_fd, name)
             return self._direct.try_direct_writes(root_fd)
 
     def _path(self, key: str) -> str:
@@ -386,7 +376,7 @@ class LocalStore(Store):
                 file = self._open_file(key)
             is_kept = False
             try:
-                file_nbytes = regular_nbytes(os.fstat(file.fd), what=path)
+                file_nbytes = folders.regular_nbytes(os.fstat(file.fd), what=path)
                 is_kept = self._files.keep(path, file)
                 yield file, file_nbytes
             finally:
