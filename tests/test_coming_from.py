@@ -85,6 +85,7 @@ def test_every_snippet_shows_something() -> None:
     assert [snippet for snippet in ALL if snippet not in shown] == []
 
 
+@pytest.mark.full
 @each("snippet", ALL[::8], ids=lambda s: f"{s.page}.md:{s.line}")
 def test_some_snippets_run(
     snippet: Snippet, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch

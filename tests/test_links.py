@@ -66,7 +66,7 @@ def save(manager: CheckpointManager, state: dict[str, Any], number: int) -> None
     manager.wait()
 
 
-@pytest.fixture(params=[None, "32MiB"])
+@pytest.fixture(params=[None, *full("32MiB")])
 def budget(request: pytest.FixtureRequest) -> Any:
     return request.param
 

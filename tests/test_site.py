@@ -64,6 +64,7 @@ def fetched_by(page: Path) -> list[str]:
     return [f"{page.name}: {url}" for url in loaded]
 
 
+@pytest.mark.full
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     """All that looks at the built site is in one test, as the build takes seconds."""
     pytest.importorskip("mkdocstrings")

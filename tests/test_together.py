@@ -11,12 +11,13 @@ import torch
 
 from holdfast import CheckpointManager, Encryption, Last, Tiered, keys
 from holdfast.format.layout import BLOCK_NBYTES
+from marks import full
 
 CANARY = "canary_of_a_name"
 WORDS = (CANARY, "a secret word", "a-secret-tag", "a_secret_metric", "noise")
 WAYS = pytest.mark.parametrize(
     "options",
-    [{}, {"overlap": True}, {"memory_budget": "32MiB"}],
+    [*full({}, {"overlap": True}), {"memory_budget": "32MiB"}],
     ids=["plain", "overlap", "waves"],
 )
 

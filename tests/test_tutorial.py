@@ -64,6 +64,7 @@ def killed(folder: Path) -> str:
     return "".join(lines)
 
 
+@pytest.mark.full
 def test_every_command_prints_what_the_page_shows(tmp_path: Path) -> None:
     """R1: the resumed run is, loss by loss, the one that was not killed."""
     (tmp_path / "train.py").write_text(script("train.py"))

@@ -16,6 +16,7 @@ import holdfast
 from bridges import forks
 from bridges.frameworks import needed
 from holdfast.errors import UsageError
+from marks import full
 
 accelerate = needed("accelerate")
 import torch._dynamo  # noqa: E402 - the first optimizer imports it, once here for all forks
@@ -215,7 +216,7 @@ def noted(root: Path, say: forks.Say, **options: Any) -> dict[str, Any]:
     return {"notes": [] if found is None else [*found.notes]}
 
 
-@pytest.mark.parametrize("is_scaled", [True, False])
+@pytest.mark.parametrize("is_scaled", [True, *full(False)])
 def test_schedulers_that_step_once_for_each_rank_are_warned_of_on_others(
     is_scaled: bool, tmp_path: Path
 ) -> None:

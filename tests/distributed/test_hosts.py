@@ -166,7 +166,7 @@ def test_a_lost_host_is_named_and_what_is_uploaded_is_used(lost: str, tmp_path: 
     ("host", "name"),
     [
         ("a", "model"),
-        ("a", "manifest.json"),
+        pytest.param("a", "manifest.json", marks=pytest.mark.full),
         pytest.param("b", "model", marks=pytest.mark.full),
         pytest.param("a", "optimizer-00000.json", marks=pytest.mark.full),
         pytest.param("b", "optimizer-00000.json", marks=pytest.mark.full),

@@ -42,6 +42,7 @@ def load(folder: Path, way: str, expected: dict[str, bytes], rank: int) -> set[s
     return {name for name in names if layout.parse_part(name) is not None}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["fsdp", *full("hsdp", "fsdp_tp")])
 def test_ranks_read_only_the_parts_with_their_boxes(way: str, tmp_path: Path) -> None:
     saved, *_ = run_ranks(4, partial(save, tmp_path, way))

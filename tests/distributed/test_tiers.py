@@ -46,6 +46,7 @@ def load(folder: Path, is_encrypted: bool, expected: dict[str, bytes], rank: int
         manager.save(found.step + 1, wait=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_encrypted", [True, *full(False)])
 def test_ranks_resume_from_the_local_tier_and_from_the_remote_one(
     is_encrypted: bool, tmp_path: Path

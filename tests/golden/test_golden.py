@@ -41,6 +41,7 @@ from holdfast.state.capture.capture import capture
 from holdfast.store.local import LocalStore
 from holdfast.threads.workers import Workers
 from holdfast.weights import load_weights
+from marks import diagonal
 
 V1 = Path(__file__).parent / "v1"
 VERSIONED = ("optimizer", "scheduler", "rng")
@@ -543,8 +544,9 @@ def longer(data: bytearray) -> None:
     data.append(0)
 
 
-@pytest.mark.parametrize("damage", [wrong_byte, longer])
-@pytest.mark.parametrize("case", ["types", "compressed"])
+@pytest.mark.parametrize(
+    ("case", "damage"), diagonal(["types", "compressed"], [wrong_byte, longer])
+)
 def test_both_readers_notice_a_changed_byte(
     tmp_path: Path, case: str, damage: Callable[[bytearray], None]
 ) -> None:

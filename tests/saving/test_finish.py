@@ -40,6 +40,8 @@ MOMENTS = {
     "settled": KEPT + 1,
 }
 """Newest step after the finish, by the moment of the death."""
+QUICK = ("while staging", "staged", "writing", "before the manifest", "after the manifest")
+"""Moments of `make test`: one of each state in which a save can be left."""
 
 
 @pytest.fixture
@@ -84,7 +86,13 @@ def entries_of(root: Path) -> list[Entry]:
 
 
 @pytest.mark.parametrize("overlap", [False, *full(True)])
-@pytest.mark.parametrize(("moment", "newest"), MOMENTS.items())
+@pytest.mark.parametrize(
+    ("moment", "newest"),
+    [
+        pytest.param(*item, marks=() if item[0] in QUICK else pytest.mark.full)
+        for item in MOMENTS.items()
+    ],
+)
 def test_a_save_is_finished_if_it_was_staged_whole(
     folder: SharedFolder, tmp_path: Path, moment: str, newest: int, overlap: bool
 ) -> None:

@@ -14,6 +14,7 @@ from each import each
 from holdfast import CheckpointManager
 from holdfast.errors import MismatchError, UsageError
 from holdfast.train import Callback, EarlyStopping, Metrics, Trainer, Training, Validation
+from marks import full
 from train.small import make
 
 
@@ -63,7 +64,7 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", ["callback", "scheduler", "fp16", *full("early", "ema", "state")])
 def test_a_run_gains_a_component(kind: str, tmp_path: Path) -> None:
     """`fit` goes on from a checkpoint without it, leaves it as it is, and the outcome says so.
 

@@ -385,6 +385,7 @@ def test_a_stop_in_any_phase_many_times(
     check_stop_and_resume(tmp_path / "run", undisturbed, phase, place, nth)
 
 
+@pytest.mark.full
 def test_stops_in_life_after_life_go_on_bit_for_bit(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
@@ -812,7 +813,7 @@ def check_interrupted_borrowing(folder: Path, nth: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "nth", [*range(3, 400, 124), *full(*range(65, 400, 124), *range(266, 300, 5))]
+    "nth", [*range(127, 400, 248), *full(3, 251, *range(65, 400, 124), *range(266, 300, 5))]
 )
 def test_a_fetch_may_be_interrupted_while_it_borrows_the_global_generators(
     tmp_path: Path, nth: int

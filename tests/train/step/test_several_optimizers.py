@@ -16,6 +16,7 @@ from holdfast import Checkpoints, On
 from holdfast.data import Loader
 from holdfast.errors import UsageError
 from holdfast.train import Callback, Clip, Control, StepOutput, Trainer, Training, Validation
+from marks import full
 
 
 class Gan(nn.Module):
@@ -105,9 +106,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
-def test_a_resumed_run_is_the_same_bit_for_bit(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["losses of windows", "fp16", *full("losses", "update", "bf16")])
+def test_a_resumed_run_is_the_same_bit_for_bit(way: str, tmp_path: Path) -> None:
     """Invariant 7: ended in the middle of an epoch."""
+    options = WAYS[way]
     once = gan(tmp_path / "once", **options)
     once.fit("7step")
     gan(tmp_path / "twice", **options).fit("3step")
