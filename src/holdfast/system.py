@@ -182,12 +182,12 @@ def signals_of(*names: str) -> tuple[signal.Signals, ...]:
     return tuple(signal.Signals[name] for name in names if name in signal.Signals.__members__)
 
 
-def try_lock(fd: int) -> bool:
+def try_lock(fd: int, *, is_shared: bool = False) -> bool:
     """Lock an open file, unless another descriptor has the lock; return whether it is locked."""
     if fcntl is None:
         raise OSError(errno.ENOSYS, "this system has no flock(2)")
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -22,13 +22,22 @@ from holdfast.cli import run as run_module
 from holdfast.cli.run import StagingMemory, remove_stale_folders
 from holdfast.errors import UsageError
 from holdfast.maintenance.verify import verify
-from holdfast.ownership.process import liveness, this_process
+from holdfast.ownership.process import this_process
 from holdfast.root.catalog import Catalog
-from holdfast.staging.shared import SUPERVISOR, SharedFolder, Supervisor, write_record
+from holdfast.staging.shared import SUPERVISOR, SharedFolder, Supervisor
 from holdfast.store.local import LocalStore
 
 TRAINED = Path(__file__).parent.parent / "saving" / "trained.py"
 DEADLINE_S = 120
+HOLDING = """
+import sys, time
+from pathlib import Path
+from holdfast.staging.shared import SharedFolder
+
+lock = SharedFolder(Path(sys.argv[1])).hold()
+print("held", flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -105,34 +114,82 @@ def test_a_training_outlives_its_killed_supervisor_whose_folder_the_next_removes
     assert not folder.exists()
 
 
-def test_only_folders_that_are_proven_to_be_ours_are_removed(place: Path) -> None:
-    with warm.Popen(["-c", "pass"]) as ended:
-        process = this_process()
-        dead = type(process)(
-            host=process.host,
-            pid=ended.pid,
-            start="0",
-            boot_id=process.boot_id,
-            pid_namespace=process.pid_namespace,
-        )
-        ended.wait(DEADLINE_S)
-    assert liveness(dead) == "dead"
-    for name, owner in (("stale", dead), ("alive", process), ("used", dead), ("mine", None)):
-        folder = place / f"holdfast-{name}"
-        folder.mkdir()
-        if owner is not None:
-            write_record(folder / SUPERVISOR, Supervisor(owner, 1))
+def test_the_next_supervisor_finishes_what_a_killed_one_had_left(tmp_path: Path) -> None:
+    """Both are killed, as by a container's end: first the supervisor, then its training."""
+    root, go = tmp_path / "run", tmp_path / "go"
+    options = {"until": 4, "at": 3, "die": "before the manifest", "once": str(tmp_path / "died")}
+    with supervise(root, **options, pause=str(go)) as running:
+        assert running.stdout is not None
+        told = [json.loads(running.stdout.readline()) for _ in range(3)]
+        (folder,) = left_by(running.pid)
+        running.kill()
+        running.wait(DEADLINE_S)
+        go.touch()
+        told += map(json.loads, running.stdout.read().splitlines())  # until the training ends
+    assert steps_of(root) == [1, 2]
+    with supervise(root, **options) as running:
+        out, err = running.communicate(timeout=DEADLINE_S)
+    assert running.returncode == 0, err
+    assert "finished the save of step 3 that the training had staged" in err
+    again = [json.loads(line) for line in out.splitlines()]
+    assert (again[0]["resumed"], again[0]["bits"]) == (3, told[-1]["bits"])
+    assert steps_of(root) == [1, 2, 3, 4]
+    assert not folder.exists()
+
+
+def test_only_folders_that_are_proven_to_be_ours_and_unused_are_removed(
+    place: Path, tmp_path: Path
+) -> None:
+    supervisor, locks = Supervisor(this_process(), 1), {}
+    for name in ("stale", "alive", "used", "forked", "mine", "older"):
+        (place / f"holdfast-{name}").mkdir()
+        _, locks[name] = SharedFolder.make_at(place / f"holdfast-{name}", supervisor)
+    (tmp_path / "elsewhere").mkdir()
+    _, locks["linked"] = SharedFolder.make_at(tmp_path / "elsewhere", supervisor)
+    (place / "holdfast-linked").symlink_to(tmp_path / "elsewhere")
     (place / "holdfast-used" / "notes.txt").touch()
     (place / "holdfast-mine" / SUPERVISOR).write_bytes(b"something else")
+    (place / "holdfast-older" / "used").unlink()
     (place / "other").mkdir()
+    forked = warm.Popen(["-c", HOLDING, place / "holdfast-forked"], stdout=subprocess.PIPE)
+    assert forked.stdout is not None
+    assert forked.stdout.readline() == "held\n"
+    for name in locks.keys() - {"alive"}:
+        os.close(locks[name])
     remove_stale_folders()
     found = {path.name: sorted(one.name for one in path.iterdir()) for path in place.iterdir()}
     assert found == {
-        "holdfast-alive": [SUPERVISOR],
+        "holdfast-alive": [SUPERVISOR, "used"],
         "holdfast-used": ["notes.txt"],
-        "holdfast-mine": [SUPERVISOR],
+        "holdfast-forked": [SUPERVISOR, "used"],
+        "holdfast-mine": [SUPERVISOR, "used"],
+        "holdfast-older": [SUPERVISOR],
+        "holdfast-linked": [SUPERVISOR, "used"],
         "other": [],
     }
+    with forked:
+        forked.kill()
+    os.close(locks["alive"])
+    remove_stale_folders()
+    names = {path.name for path in place.iterdir()}
+    assert names.isdisjoint({"holdfast-alive", "holdfast-forked"})
+
+
+def test_memory_of_a_killed_supervisor_counts_as_free(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "holdfast-stale").mkdir()
+    _, lock = SharedFolder.make_at(place / "holdfast-stale", Supervisor(this_process(), 1))
+    os.close(lock)
+    look = os.statvfs
+
+    def look_at_the_rest(path: Path) -> os.statvfs_result:
+        assert list(place.iterdir()) == []
+        return look(path)
+
+    monkeypatch.setattr(os, "statvfs", look_at_the_rest)
+    with StagingMemory("1MB"):
+        assert len(list(place.iterdir())) == 1
 
 
 def test_more_than_there_is_is_refused(holdfast: Any) -> None:

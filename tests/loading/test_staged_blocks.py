@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import pytest
 
 import warm
 from holdfast.ownership.process import this_process
-from holdfast.staging.shared import SUPERVISOR, SharedFolder, Supervisor, write_record
+from holdfast.staging.shared import SharedFolder, Supervisor
 from holdfast.store.local import LocalStore
 from marks import full
 
@@ -20,11 +21,13 @@ LAST = 3
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> SharedFolder:
+def folder(tmp_path: Path) -> Iterator[SharedFolder]:
     """The folder of a supervisor, which is this process."""
     (tmp_path / "shared").mkdir()
-    write_record(tmp_path / "shared" / SUPERVISOR, Supervisor(this_process(), 100 << 20))
-    return SharedFolder(tmp_path / "shared")
+    supervisor = Supervisor(this_process(), 100 << 20)
+    folder, lock = SharedFolder.make_at(tmp_path / "shared", supervisor)
+    yield folder
+    os.close(lock)
 
 
 def train(folder: SharedFolder | None, root: Path, **options: Any) -> list[dict[str, Any]]:

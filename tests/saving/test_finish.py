@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import warm
 from holdfast.errors import CommitConflict, StoreError
@@ -20,6 +25,7 @@ from holdfast.root.catalog import Catalog, Entry
 from holdfast.saving import finish as finish_module
 from holdfast.saving import save as save_module
 from holdfast.saving.finish import finish_saves
+from holdfast.staging.arena import FileImage
 from holdfast.staging.shared import SUPERVISOR, SharedFolder, Supervisor, write_record
 from holdfast.store.local import LocalStore
 from marks import full
@@ -45,11 +51,13 @@ QUICK = ("while staging", "staged", "writing", "before the manifest", "after the
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> SharedFolder:
+def folder(tmp_path: Path) -> Iterator[SharedFolder]:
     """The folder of a supervisor, which is this process."""
     (tmp_path / "shared").mkdir()
-    write_record(tmp_path / "shared" / SUPERVISOR, Supervisor(this_process(), 100 << 20))
-    return SharedFolder(tmp_path / "shared")
+    supervisor = Supervisor(this_process(), 100 << 20)
+    folder, lock = SharedFolder.make_at(tmp_path / "shared", supervisor)
+    yield folder
+    os.close(lock)
 
 
 def train(folder: SharedFolder, root: Path, **options: Any) -> list[dict[str, Any]]:
@@ -69,10 +77,10 @@ def bits_of(told: Sequence[dict[str, Any]], step: int, rank: int = 0) -> str:
     )
 
 
-def finish(folder: SharedFolder) -> str:
+def finish(folder: SharedFolder, *, are_dead: bool = False) -> str:
     """Finish what is left; returns what was said."""
     texts: list[str] = []
-    finish_saves(folder, texts.append)
+    finish_saves(folder, texts.append, are_dead=are_dead)
     return "\n".join(texts)
 
 
@@ -246,6 +254,18 @@ def test_a_living_process_keeps_its_save_which_is_finished_once_it_is_dead(
     assert [entry.step for entry in entries_of(root)] == [3, 2, 1]
 
 
+def test_a_process_of_another_namespace_is_dead_if_its_lock_is_free(
+    folder: SharedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    train(folder, root, until=9, at=KEPT + 1, die="before the manifest")
+    monkeypatch.setattr(finish_module, "_DEAD_S", 0.0)
+    monkeypatch.setattr(finish_module, "liveness", lambda process: "unknown")
+    assert "not proven dead" in finish(folder)
+    assert "finished" in finish(folder, are_dead=True)
+    assert [entry.step for entry in entries_of(root)] == [3, 2, 1]
+
+
 def test_after_an_error_of_the_store_it_is_tried_again(
     folder: SharedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +318,32 @@ def test_what_cannot_be_kept_is_said(
     warned = " ".join(one.get("warning", "") for one in told)
     assert why in warned
     assert ("finished" in finish(folder)) is (why == "")
+
+
+def test_hashing_does_not_delay_the_record(
+    folder: SharedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With overlap the state is whole while threads hash it, which may take seconds."""
+    monkeypatch.setenv("HOLDFAST_MEMORY", str(folder.path))
+    may_hash, digest = threading.Event(), FileImage.digest_block
+
+    def wait_and_digest(image: FileImage, number: int) -> bytes:
+        assert may_hash.wait(60)
+        return digest(image, number)
+
+    monkeypatch.setattr(FileImage, "digest_block", wait_and_digest)
+    models = {f"model{number}": nn.Linear(8, 8192) for number in range(16)}
+    parameters = [one for model in models.values() for one in model.parameters()]
+    state = {**models, "optimizer": torch.optim.SGD(parameters)}
+    with CheckpointManager(tmp_path / "run", state, sinks=(), overlap=True) as manager:
+        pending = manager.save(1)
+        end = time.monotonic() + 60
+        while not folder.is_unfinished and time.monotonic() < end:
+            time.sleep(0.01)
+        assert folder.is_unfinished
+        assert not pending.committed.done()
+        may_hash.set()
+        pending.wait()
 
 
 def test_over_the_budget_the_state_is_in_ordinary_memory(

@@ -7,6 +7,8 @@ saves that a dead training left.
 from __future__ import annotations
 
 import os
+import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -36,17 +38,18 @@ from holdfast.cli.supervisor import (
 from holdfast.cli.target import open_new_root
 from holdfast.errors import CorruptData, FormatError, SealError, StoreError, UsageError
 from holdfast.launched import MEMORY
-from holdfast.ownership.process import liveness, this_process
+from holdfast.ownership.process import this_process
 from holdfast.policy.clock import Unit, parse
 from holdfast.policy.rules import number_of_bytes
 from holdfast.root.catalog import Catalog
-from holdfast.staging.shared import FINISH_S, SUPERVISOR, SharedFolder, Supervisor, write_record
+from holdfast.staging.shared import ALL_DEAD, FINISH_S, SharedFolder, Supervisor
 from holdfast.store.base import Store
 from holdfast.system import user_number
 
 PLACE = Path("/dev/shm")
 _PREFIX = "holdfast-"
 _LEAST_NBYTES = 1_000_000
+_FINISH = (sys.executable, "-m", "holdfast.saving.finish")
 
 
 class StagingMemory:
@@ -60,19 +63,19 @@ class StagingMemory:
         self._folder: SharedFolder | None = None
         if not PLACE.is_dir():
             raise UsageError(f"--memory: needs {PLACE}, which this system lacks")
+
+    def __enter__(self) -> StagingMemory:
+        remove_stale_folders()
         space = os.statvfs(PLACE)
         free = space.f_bavail * space.f_frsize
         if self._nbytes > free:
             raise UsageError(
-                f"--memory {budget}: {PLACE} has {free:,} bytes free. Ask for less, or make it "
-                "larger (docker run --shm-size)"
+                f"--memory {self._nbytes:,}: {PLACE} has {free:,} bytes free. Ask for less, or "
+                "make it larger (docker run --shm-size)"
             )
-
-    def __enter__(self) -> StagingMemory:
-        remove_stale_folders()
-        self._folder = folder = SharedFolder(Path(tempfile.mkdtemp(prefix=_PREFIX, dir=PLACE)))
+        path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=PLACE))
         record = Supervisor(process=this_process(), budget_nbytes=self._nbytes)
-        write_record(folder.path / SUPERVISOR, record)
+        self._folder, self._lock = SharedFolder.make_at(path, record)
         return self
 
     def __exit__(
@@ -83,6 +86,7 @@ class StagingMemory:
     ) -> None:
         if self._folder is not None:
             self._folder.remove()
+            os.close(self._lock)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -94,9 +98,7 @@ class StagingMemory:
     def unfinished(self) -> SharedFolder | None:
         """The folder, if it has saves that are staged whole and not known to be committed."""
         assert self._folder is not None, "in a with block"
-        folders = self._folder.staging_folders()
-        is_left = any(one.is_whole and not one.is_settled for one in folders)
-        return self._folder if is_left else None
+        return self._folder if self._folder.is_unfinished else None
 
 
 class FinishingChild(Child):
@@ -113,8 +115,7 @@ class FinishingChild(Child):
         if folder is None:
             return ending
         # A process of its own, as this one imports no torch, and must not fail with it.
-        command = [sys.executable, "-m", "holdfast.saving.finish", str(folder.path)]
-        finished = self._child.run_to_end(command, limit_s=FINISH_S)
+        finished = self._child.run_to_end([*_FINISH, str(folder.path)], limit_s=FINISH_S)
         if finished.returncode != 0:
             write_message(f"the save that the training had staged was not finished: {finished}")
         asked = finished.asked if ending.asked is None else ending.asked
@@ -126,18 +127,38 @@ class FinishingChild(Child):
 
 
 def remove_stale_folders() -> None:
-    """Remove the folders of supervisors that are proven dead, with all that staged there."""
+    """Remove the folders that no process uses any more, and finish the saves that are in them."""
     for path in PLACE.glob(f"{_PREFIX}*"):
         try:
-            if not path.is_dir() or path.stat().st_uid != user_number():
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != user_number():
                 continue
             folder = SharedFolder(path)
-            processes = [folder.supervisor.process]
+            _ = folder.supervisor
+            lock = folder.hold(alone=True)
         except (OSError, CorruptData):
-            continue  # nothing proves that it is ours
-        processes += [one.process for one in folder.staging_folders() if one.process is not None]
-        if all(liveness(one) == "dead" for one in processes):
+            continue  # nothing proves that it is ours, and that its processes are dead
+        try:
+            if folder.is_unfinished:
+                _finish_alone(folder, lock)
             folder.remove()
+        finally:
+            os.close(lock)
+
+
+def _finish_alone(folder: SharedFolder, lock: int) -> None:
+    """Finish the saves of a killed supervisor's training, whose folder is locked."""
+    command = [*_FINISH, str(folder.path), ALL_DEAD]
+    try:
+        # With the lock, as it may outlive this process.
+        code = subprocess.run(command, pass_fds=(lock,), timeout=FINISH_S, check=False).returncode
+        fault = f"exit status {code}" if code else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        fault = str(error)
+    if fault:
+        write_message(
+            f"saves that a killed holdfast run had left in {folder.path} are lost: {fault}"
+        )
 
 
 class RunSession(Document, frozen=True):

@@ -1,6 +1,7 @@
 """Completion of a save that a dead training has staged whole, in its epoch (decision 0069).
 
-`holdfast run --memory` starts `python -m holdfast.saving.finish FOLDER` when its command has ended.
+`holdfast run --memory` starts `python -m holdfast.saving.finish FOLDER` when its command has ended,
+and for the folder of a killed `holdfast run`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from holdfast.errors import CorruptData, FormatError, HoldfastError, SealError, 
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.manifest import Aborted
-from holdfast.format.records import Alive
+from holdfast.format.records import Alive, Process
 from holdfast.ownership.claim import is_closed
 from holdfast.ownership.owner import Ownership
 from holdfast.ownership.process import liveness, this_process
@@ -34,7 +35,14 @@ from holdfast.saving.save import STAGED_RECORDS, StagedRecord, Tools, write
 from holdfast.saving.shard_plan import Plan, Share, decode_form
 from holdfast.staging.in_memory import ImageTransfer
 from holdfast.staging.interfaces import KnownFile, Staged
-from holdfast.staging.shared import FINISH_S, SharedArena, SharedFolder, StagingFolder, read_record
+from holdfast.staging.shared import (
+    ALL_DEAD,
+    FINISH_S,
+    SharedArena,
+    SharedFolder,
+    StagingFolder,
+    read_record,
+)
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
 from holdfast.system import signals_of
@@ -58,8 +66,11 @@ class _NotFinished(Exception):
     """Reason to leave a staged save alone."""
 
 
-def finish_saves(folder: SharedFolder, say: Say) -> None:
-    """Finish the saves that dead processes have staged whole; `say` why one is left alone."""
+def finish_saves(folder: SharedFolder, say: Say, *, are_dead: bool = False) -> None:
+    """Finish the saves that dead processes have staged whole; `say` why one is left alone.
+
+    With `are_dead` the caller has proof that all are, as it holds the folder alone.
+    """
     for ranks in _saves_in(folder, say):
         if all(rank.folder.is_settled for rank in ranks):
             continue
@@ -67,7 +78,8 @@ def finish_saves(folder: SharedFolder, say: Say) -> None:
         request = records[0].request
         what = f"the save of step {request.timestamp.step} that the training had staged"
         try:
-            _expect_dead(ranks)
+            if not are_dead:
+                _expect_dead(ranks)
         except _NotFinished as why:
             say(f"{what} is left alone: {why}")
             continue  # those processes may still end it, or stage the next
@@ -118,7 +130,7 @@ def _finish_save(ranks: Sequence[DeadRank]) -> str:
             f"{len(ranks)} of {world_size} ranks had staged it whole on this host; all have to"
         )
     store = LocalStore(first.root)
-    sequence = _next_sequence(store, first)
+    sequence = _next_sequence(store, first, [rank.record.process for rank in ranks])
     claim = first.request.claim
     # Before the attempt exists: gc must not take the epoch for one with nothing in flight.
     alive = Alive(epoch=claim.epoch, nonce=claim.nonce, beat=1, process=this_process())
@@ -158,14 +170,14 @@ def _expect_dead(ranks: Sequence[DeadRank]) -> None:
         time.sleep(0.05)
 
 
-def _next_sequence(store: Store, record: StagedRecord) -> int:
+def _next_sequence(store: Store, record: StagedRecord, dead: Sequence[Process]) -> int:
     """Return the sequence that follows the dead one's, if it may be used."""
     claim, sequence = record.request.claim, record.request.sequence
     catalog = Catalog(store)
     writer = catalog.writer(claim.epoch)
     if writer is None or writer.nonce != claim.nonce or is_closed(store, claim.epoch):
         raise _NotFinished(f"the claim of writer {claim.epoch} is gone or closed")
-    if liveness(writer.process) != "dead":
+    if writer.process not in dead and liveness(writer.process) != "dead":
         raise _NotFinished(f"process {writer.process.pid}, writer {claim.epoch}, is not dead")
     check_ownership(store, claim.epoch, committed=False)
     for name in catalog.attempts():
@@ -278,12 +290,15 @@ def _warn(event: Event) -> None:
         _say(event.message)
 
 
-def main(path: str) -> None:
+def main(path: str, *, are_dead: bool = False) -> None:
     """Finish the saves in a supervisor's folder; signals do not end it, its supervisor may."""
+    folder = SharedFolder(Path(path))
+    if not are_dead:
+        folder.hold()  # until the end of this process, which may outlive the supervisor
     for number in signals_of("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
         signal.signal(number, signal.SIG_IGN)
-    finish_saves(SharedFolder(Path(path)), _say)
+    finish_saves(folder, _say, are_dead=are_dead)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], are_dead=sys.argv[2:] == [ALL_DEAD])

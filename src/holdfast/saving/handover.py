@@ -6,7 +6,9 @@ From the record, another process can write and commit the save (decision 0069).
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -79,6 +81,8 @@ class SharedStager(Stager):
         """`compressions` of the components; only fixed ones can be used by other processes."""
         super().__init__(memory_budget=memory_budget)
         self._shared = folder
+        release = weakref.finalize(self, os.close, folder.hold())
+        release.atexit = False  # a save may still be on its way
         self._root = root.url if type(root) is LocalStore else ""
         self._compressions = {
             name: one for name, one in compressions.items() if isinstance(one, Compression)
@@ -87,6 +91,7 @@ class SharedStager(Stager):
         self._own: StagingFolder | None = None
         self._is_lost = False
         """Whether some of the state is in ordinary memory."""
+        self._thread = Workers(1, "holdfast-memory")
         self._lock = threading.Lock()
         self._current: object = None
         """The save that may be recorded as staged."""
@@ -146,7 +151,6 @@ class SharedStager(Stager):
         request: SaveRequest,
         joint: SaveParticipant,
         is_staged: Future[None],
-        workers: Workers,
     ) -> None:
         """In the save thread: record the save, now or as soon as all of it is copied."""
         if self._own is None or self._is_lost:
@@ -157,8 +161,9 @@ class SharedStager(Stager):
         if is_staged.done():
             record()
         else:
-            # Elsewhere, as training may wait for the thread that copies last.
-            is_staged.add_done_callback(lambda _: workers.submit(record))
+            # Elsewhere, as training may wait for the thread that copies last; and at once: those
+            # that hash may have seconds of work in their queue.
+            is_staged.add_done_callback(lambda _: self._thread.submit(record))
 
     def _record_staged(
         self,
@@ -258,11 +263,6 @@ def stager_of(
     path = memory_folder()
     assert path is not None, "the caller asks"
     folder = SharedFolder(Path(path))
-    try:
-        _ = folder.supervisor
-    except (OSError, CorruptData) as error:
-        emit("warning", f"holdfast run --memory: {error}; the state is staged in ordinary memory")
-        return Stager(memory_budget=memory_budget)
     if is_encrypted:
         emit(
             "warning",
@@ -270,4 +270,9 @@ def stager_of(
             "shared memory; the state is staged in ordinary memory",
         )
         return Stager(memory_budget=memory_budget)
-    return SharedStager(folder, root, compressions, emit, memory_budget=memory_budget)
+    try:
+        _ = folder.supervisor
+        return SharedStager(folder, root, compressions, emit, memory_budget=memory_budget)
+    except (OSError, CorruptData) as error:
+        emit("warning", f"holdfast run --memory: {error}; the state is staged in ordinary memory")
+        return Stager(memory_budget=memory_budget)

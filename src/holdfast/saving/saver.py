@@ -368,7 +368,7 @@ class SaveTask:
         if self._saver.stager.is_shared:
             keeper = cast("SharedStager", self._saver.stager)  # whose module is not always needed
             save = (self._staged, self._request, self._joint)
-            keeper.record_when_staged(*save, self._pending.staged, tools.workers)
+            keeper.record_when_staged(*save, self._pending.staged)
         try:
             attempt, manifest = write(
                 tools, self._staged, self._request, self._joint, overlapped=self._overlapped

@@ -32,12 +32,14 @@ T = TypeVar("T")
 SUPERVISOR = "supervisor"
 STAGED = "staged"
 SETTLED = "settled"
-_OWNER, _CLOSED, _LOCK = "process", "closed", "lock"
+_OWNER, _CLOSED, _LOCK, _USED = "process", "closed", "lock", "used"
 _ARENA, _DIGESTS, _LAYOUT, _NEW = ".arena", ".digests", ".layout", ".new"
 _SUBFOLDER = re.compile(r"m[0-9]+-[0-9a-f]{16}")
 _UNKNOWN = bytes(DIGEST_NBYTES)
 FINISH_S = 600.0
 """Longest time to finish the saves of a dead training, in seconds."""
+ALL_DEAD = "all-dead"
+"""Argument of the process that finishes saves: no other process uses the folder."""
 _LOCK_S = 10.0
 """Longest wait for other processes that reserve memory."""
 
@@ -229,6 +231,37 @@ class SharedFolder:
 
     path: Path
 
+    @classmethod
+    def make_at(cls, path: Path, record: Supervisor) -> tuple[SharedFolder, int]:
+        """Make the files of a supervisor's empty folder; returns it, and its descriptor of `hold`.
+
+        The record comes last: without it the folder is nobody's.
+        """
+        folder = cls(path)
+        (path / _USED).touch(mode=0o600)
+        fd = folder.hold()
+        write_record(path / SUPERVISOR, record)
+        return folder, fd
+
+    def hold(self, *, alone: bool = False) -> int:
+        """Mark the folder as used, until the returned descriptor is closed, here and in forks.
+
+        With `alone`, this proves that no other process uses it, in whatever namespace.
+
+        Raises:
+            OSError: it is used by another process, or removed.
+        """
+        fd = os.open(self.path / _USED, os.O_RDWR | CLOSED_ON_EXEC)
+        if try_lock(fd, is_shared=not alone):
+            return fd
+        os.close(fd)
+        raise OSError(f"{self.path}: {'used' if alone else 'removed'} by another process")
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether it has saves that are staged whole and not known to be committed."""
+        return any(one.is_whole and not one.is_settled for one in self.staging_folders())
+
     @property
     def supervisor(self) -> Supervisor:
         """The supervisor's record; raises `OSError` or `CorruptData`."""
@@ -260,7 +293,7 @@ class SharedFolder:
         """Remove the folder, and what Holdfast has written into it."""
         for folder in self.staging_folders():
             folder.remove()
-        for name in (_LOCK, f"{SUPERVISOR}{_NEW}", SUPERVISOR):
+        for name in (_LOCK, f"{SUPERVISOR}{_NEW}", SUPERVISOR, _USED):
             (self.path / name).unlink(missing_ok=True)
         with suppress(OSError):
             self.path.rmdir()
