@@ -5,6 +5,7 @@ Hosts are folders, and ranks are threads.
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections import Counter
@@ -598,3 +599,37 @@ def test_an_upload_that_is_not_wanted_any_more_ends_on_all_hosts(
 
     on_hosts(tmp_path, "ab", [remote, cut_off], work, keep_remote=Last(1))
     assert steps_in(remote) == [2]
+
+
+def test_a_lost_index_delays_no_upload_of_another_checkpoint(tmp_path: Path) -> None:
+    remote = Switch()
+    save_without_remote(tmp_path, "ab", remote, 1, 2)
+    for host in "ab":
+        next((tmp_path / host).glob("step-00000001*/index.json")).unlink()
+    next((tmp_path / "b").glob("step-00000001*/manifest.json")).unlink()
+    on_hosts(tmp_path, "ab", remote, resumes)
+    assert steps_in(remote) == [2]
+
+
+def test_planted_files_on_a_host_are_left_alone(tmp_path: Path) -> None:
+    remote = MemoryStore("remote")
+    on_hosts(tmp_path, "ab", remote, saves(1, 2))
+    outside, root = tmp_path / "outside", tmp_path / "b"
+    outside.mkdir()
+    (outside / "manifest.json").write_text("{}")
+    (root / "step-00000009.0001-000009-00000000").symlink_to(outside)
+    odd = root / "step-00000008.0001-000008-00000000"
+    odd.mkdir()
+    os.mkfifo(odd / "manifest.json")
+    with (odd / "index.json").open("wb") as large:
+        large.truncate(1 << 40)
+    (root / "writers" / "00000007.json").symlink_to(outside / "manifest.json")
+    (root / "writers" / "00000008.json").mkdir()
+    os.mkfifo(root / "writers" / "00000009.json")
+    with (root / "writers" / "00000010.json").open("wb") as large:
+        large.truncate(1 << 40)
+    found, _ = resume_steps(tmp_path, "ab", remote)
+    assert found == [2, 2]
+    assert {path.name for path in outside.iterdir()} == {"manifest.json"}
+    assert odd.exists()
+    assert Catalog(LocalStore(tmp_path / "a")).claims() == (2, 1)

@@ -158,11 +158,10 @@ class HostRecords:
         self.found = find_hosts(self._rounds, self._store, remote, tries_remote=tries_remote)
 
     def _is_remote_there(self) -> bool:
-        try:
+        with suppress(StoreError):  # the claim says why
             expect_remote_root(self._store, self._catalog.remote.store)
-        except StoreError:
-            return False  # the claim says why
-        return True
+            return True
+        return False
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -196,16 +195,19 @@ class HostRecords:
         registers: dict[str, str] = {}
         files: dict[str, dict[str, int]] = {}
         for folder in map(str, catalog.attempts()):
-            infos = {info.key.rpartition("/")[2]: info.nbytes for info in store.list(f"{folder}/")}
-            files[folder] = {
-                name: nbytes
-                for name, nbytes in infos.items()
-                if layout.is_data_name(name) or layout.parse_notes(name) is not None
-            }
+            try:
+                found = [*store.list(f"{folder}/")]
+            except StoreError as error:
+                if type(error) is not StoreError:
+                    raise  # may be temporary
+                self._emit("warning", str(error), folder=folder)  # such as a link
+                continue
+            infos = {info.key.rpartition("/")[2]: info.nbytes for info in found}
+            kept = [n for n in infos if layout.is_data_name(n) or layout.parse_notes(n)]
+            files[folder] = {name: infos[name] for name in kept}
             if layout.MANIFEST in infos:
                 registers[folder] = self._state_of(folder)
-        listed = _Listed(claims, registers, files, tuple(filter(None, led)))
-        return msgspec.msgpack.encode(listed)
+        return msgspec.msgpack.encode(_Listed(claims, registers, files, tuple(filter(None, led))))
 
     def _read_nonce(self, name: str) -> str:
         key = f"{layout.WRITERS}/{name}"
@@ -576,11 +578,7 @@ class HostView(WrappedStore):
         self._own = own
         self.suspects: set[str] = set()
         """Names of files that were read and are damaged, or may be."""
-        self._sent = {
-            name: document
-            for name, document in sources.documents.items()
-            if own not in sources.hosts_of(name)
-        }
+        self._sent = {n: d for n, d in sources.documents.items() if own not in sources.hosts_of(n)}
 
     def is_own(self, name: str) -> bool:
         """Whether this rank needs no other one to read a file of the checkpoint."""

@@ -266,8 +266,11 @@ class LeadingHousekeeper(Housekeeper):
                 continue
             names = filter(layout.is_document, entry.manifest.files)
             keys = {name: f"{entry.folder}/{name}" for name in (*names, layout.MANIFEST)}
-            documents = {name: self._store.get(key) for name, key in keys.items()}
-            self._orders.announce(_DocumentsNote(entry.folder, documents))
+            documents: dict[str, bytes] = {}
+            with self._trying(f"documents of {entry.folder}"):
+                documents = {name: self._store.get(key) for name, key in keys.items()}
+            if documents:
+                self._orders.announce(_DocumentsNote(entry.folder, documents))
 
     def read_back(self, folder: str) -> str:
         """Return the problems of a checkpoint's files on other hosts; empty if there are none."""
