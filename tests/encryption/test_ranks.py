@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from allranks import Member, all_of, on_ranks, save_on
 from holdfast import Encryption, errors
-from holdfast.encryption.manifests import REDACTED
+from holdfast.encryption.files import REDACTED
 from holdfast.encryption.messages import EncryptedRanks, encrypted
 from holdfast.encryption.store import SealedStore
 from holdfast.format import layout, suites

@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from aead import noting
 from holdfast import CheckpointManager, Last, errors, load_weights
-from holdfast.encryption.manifests import REDACTED, redact_record
+from holdfast.encryption.files import REDACTED, redact_record
 from holdfast.encryption.store import SealedStore, sealing
 from holdfast.format import layout, suites
 from holdfast.format.layout import BLOCK_NBYTES

@@ -10,7 +10,7 @@ import torch
 from tests.serve.client import Page, serving
 
 import holdfast
-from holdfast.cli.web import runs
+from holdfast.cli.web import site
 from runs import new_run
 
 EVIL = "<script>alert(1)</script>\"'><img/src=x/onerror=alert(2)>"
@@ -22,7 +22,7 @@ def _no_holding_back() -> Iterator[None]:
     """On a busy machine each answer takes long, and would then be held back for a hundred times
     as long."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(runs, "SHARE", 1e9)
+        patched.setattr(site, "SHARE", 1e9)
         yield
 
 

@@ -25,10 +25,18 @@ import holdfast
 from holdfast.cli import watch
 from holdfast.cli.options import NAMED, KeySources
 from holdfast.cli.watch import Watcher
-from holdfast.cli.web import checkpoints, jobs, runs
+from holdfast.cli.web import checkpoints, jobs, site
 from holdfast.cli.web.curves import MetricCurve
 from holdfast.cli.web.figures import make_csv
-from holdfast.cli.web.site import MAX_TEXT, _escape_text
+from holdfast.cli.web.site import (
+    MAX_TEXT,
+    NUM_WORKERS,
+    OLD_S,
+    LastAnswer,
+    _escape_text,
+    make_runs,
+    names_of,
+)
 from holdfast.errors import StoreError
 from holdfast.keys import Encryption, from_file
 from holdfast.root.catalog import Catalog
@@ -377,7 +385,7 @@ def test_work_of_a_root_that_does_not_answer_holds_up_no_other(
     states = [
         re.findall("waiting|running", page.get(one.headers["location"]).text) for one in begun
     ]
-    assert states.count(["running"]) == runs.NUM_WORKERS
+    assert states.count(["running"]) == NUM_WORKERS
     assert "Work 6" in text_of(page.get("/r/run").text)
     answers.set()
     assert "Every byte is as it was written." in text_of(page.done(begun[-1]))
@@ -481,10 +489,10 @@ def test_a_look_lists_the_root_once_and_nobody_looks_unasked(
         page.whole("/r/run")
         page.whole("/r/run/live")
         monkeypatch.setattr(LocalStore, "children", noted)
-        monkeypatch.setattr(runs, "LOCAL_LOOK_S", 0.0)
+        monkeypatch.setattr(site, "LOCAL_LOOK_S", 0.0)
         page.whole("/r/run/live")
         assert listed.count("") == 1
-        monkeypatch.setattr(runs, "LOCAL_LOOK_S", 1e6)
+        monkeypatch.setattr(site, "LOCAL_LOOK_S", 1e6)
         listed.clear()
         for _ in range(5):
             page.get("/r/run/live")
@@ -499,10 +507,8 @@ def test_a_root_that_takes_long_to_read_is_not_read_at_each_change(
     from holdfast.cli.web import routes
 
     made: list[Any] = []
-    monkeypatch.setattr(
-        routes, "make_runs", lambda roots: made.append(runs.make_runs(roots)) or made[0]
-    )
-    monkeypatch.setattr(runs, "SHARE", 1e-6)
+    monkeypatch.setattr(routes, "make_runs", lambda roots: made.append(make_runs(roots)) or made[0])
+    monkeypatch.setattr(site, "SHARE", 1e-6)
     with serving([run_root]) as page:
         page.whole("/r/run/checkpoints")
         made[0]["run"].version += 1
@@ -531,9 +537,9 @@ def test_what_a_resume_takes_is_not_the_newest_one_if_that_lost_a_file(
 
 def test_an_error_is_not_held_back_as_long_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket that is away for a minute is asked again after a minute, not after two hours."""
-    monkeypatch.setattr(runs, "SHARE", 0.01)
-    assert runs.LastAnswer(took_s=60).rest_s == 6000
-    assert runs.LastAnswer(took_s=60, error=StoreError("x")).rest_s == runs.OLD_S
+    monkeypatch.setattr(site, "SHARE", 0.01)
+    assert LastAnswer(took_s=60).rest_s == 6000
+    assert LastAnswer(took_s=60, error=StoreError("x")).rest_s == OLD_S
 
 
 def test_a_run_that_does_not_answer_holds_up_no_other(
@@ -561,7 +567,7 @@ def test_an_error_that_is_none_of_ours_is_shown_on_its_run(
     def fail(root: str) -> Any:
         raise RecursionError("too deep")
 
-    monkeypatch.setattr(runs, "list_root", fail)
+    monkeypatch.setattr(site, "list_root", fail)
     with serving([run_root]) as page:
         assert "RecursionError too deep" in text_of(page.get("/r/run").text)
         assert "RecursionError too deep" in text_of(page.get("/").text)
@@ -573,7 +579,7 @@ def test_a_root_that_vanishes_is_not_shown_as_empty(
 ) -> None:
     root = tmp_path / "run"
     shutil.copytree(run_root, root, symlinks=True)
-    monkeypatch.setattr(runs, "LOCAL_LOOK_S", 0.0)
+    monkeypatch.setattr(site, "LOCAL_LOOK_S", 0.0)
     with serving([root]) as page:
         page.whole("/r/run/live")
         shutil.rmtree(root)
@@ -610,11 +616,11 @@ def test_text_without_end_is_cut(page: Page) -> None:
 
 
 def test_many_runs_have_few_threads_each() -> None:
-    found = runs.make_runs([f"/{number}" for number in range(1000)])
+    found = make_runs([f"/{number}" for number in range(1000)])
     assert {run._readers._num_threads for run in found.values()} == {1}
 
 
 def test_names_of_roots_are_short_and_differ() -> None:
-    found = runs.names_of(["/a/gpt", "/b/gpt/", "s3://bucket/my run", "/", "/a/gpt"])
+    found = names_of(["/a/gpt", "/b/gpt/", "s3://bucket/my run", "/", "/a/gpt"])
     assert [*found] == ["gpt", "gpt-2", "my-run", "run"]
     assert watch.age(7200) == "2.0 h"

@@ -9,7 +9,7 @@ import pytest
 from tests.serve.client import serving
 from tests.serve.test_pages import text_of
 
-from holdfast.cli.web import runs
+from holdfast.cli.web import site
 from holdfast.errors import StoreError, TransientStoreError
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.store.local import LocalStore
@@ -45,7 +45,7 @@ def test_a_run_in_a_bucket_is_shown_verified_and_looked_at_with_one_list(
             return children(self, prefix)
 
         monkeypatch.setattr(RemoteStore, "children", noted)
-        monkeypatch.setattr(runs, "REMOTE_LOOK_S", 0.0)
+        monkeypatch.setattr(site, "REMOTE_LOOK_S", 0.0)
         page.whole(f"{run}/live")
         assert listed.count("") == 1
 
@@ -68,14 +68,14 @@ def test_uploads_and_what_they_took_are_among_the_costs(tmp_path: Path) -> None:
 def test_a_root_that_could_not_be_reached_at_the_start_is_shown_when_it_can_be(
     run_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "LOCAL_LOOK_S", 0.0)
+    monkeypatch.setattr(site, "LOCAL_LOOK_S", 0.0)
 
     def fail(root: str) -> Any:
         raise TransientStoreError("the network is away")
 
     with monkeypatch.context() as broken:
         for name in ("open_root", "list_root"):
-            broken.setattr(runs, name, fail)
+            broken.setattr(site, name, fail)
         with serving([run_root]) as page:
             while "the network is away" not in text_of(page.get("/").text):
                 pass
@@ -88,7 +88,7 @@ def test_a_root_that_could_not_be_reached_at_the_start_is_shown_when_it_can_be(
 def test_a_root_that_cannot_be_read_for_a_while_says_so_and_comes_back(
     run_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "LOCAL_LOOK_S", 0.0)
+    monkeypatch.setattr(site, "LOCAL_LOOK_S", 0.0)
     with serving([run_root]) as page:
         page.whole("/r/run")
         before = page.get("/r/run/live").text

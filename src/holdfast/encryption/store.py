@@ -15,11 +15,13 @@ from itertools import count
 import msgspec
 from typing_extensions import override
 
-from holdfast.encryption.files import SealedFile, SealedWriter, plain_nbytes
-from holdfast.encryption.manifests import (
+from holdfast.encryption.files import (
     REDACTED,
+    SealedFile,
+    SealedWriter,
     boxes_of,
     decrypt_manifest,
+    plain_nbytes,
     redact_mark,
     redact_record,
     redact_sidecar,

@@ -19,7 +19,6 @@ from holdfast.interop.sources import (
     safetensors,
     tars,
     torchfile,
-    trainers,
     web,
 )
 from holdfast.keys import Encryption
@@ -56,8 +55,8 @@ def _open_file(path: Path, key: bytes | None) -> Source:
         return dcpfolder.DcpSource(path)
     if deepspeed.recognises(path):
         return deepspeed.DeepSpeedFolder(path)
-    if trainers.recognises(path):
-        return trainers.TrainerFolder(path, open_source)
+    if huggingface.recognises_step(path):
+        return huggingface.TrainerFolder(path, open_source)
     if safetensors.recognises(path):
         return safetensors.SafetensorsFile(path)
     if cerebras.recognises(path):

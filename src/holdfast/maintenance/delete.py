@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from holdfast.encryption.manifests import REDACTED
+from holdfast.encryption.files import REDACTED
 from holdfast.encryption.store import bare, sealed
 from holdfast.errors import (
     CorruptData,

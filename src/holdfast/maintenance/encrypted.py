@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast.encryption.manifests import boxes_of
+from holdfast.encryption.files import boxes_of
 from holdfast.errors import (
     AlreadyExists,
     CommitConflict,

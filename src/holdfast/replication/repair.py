@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.encryption.manifests import boxes_of
+from holdfast.encryption.files import boxes_of
 from holdfast.encryption.store import bare, sealed, vouched
 from holdfast.errors import CorruptData, FormatError, NoCheckpoint, NotSealed
 from holdfast.format import layout

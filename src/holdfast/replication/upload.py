@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, TypeVar
 
-from holdfast.encryption.manifests import box_documents, boxes_of
+from holdfast.encryption.files import box_documents, boxes_of
 from holdfast.encryption.store import bare, sealed, vouched
 from holdfast.errors import (
     AlreadyExists,

@@ -6,8 +6,7 @@ from holdfast.control.stop import REQUEUE_EXIT_CODE
 from holdfast.train.argument_checks import Counts
 from holdfast.train.averages import SWA
 from holdfast.train.callbacks.early_stopping import CollectGarbage, EarlyStopping, Pruning, StopWhen
-from holdfast.train.callbacks.exporting import ExportModel
-from holdfast.train.callbacks.freezing import Freeze
+from holdfast.train.callbacks.exporting import ExportModel, Freeze
 from holdfast.train.callbacks.hooks import HOOKS, Callback, Logger
 from holdfast.train.callbacks.measuring import (
     GradientNorm,

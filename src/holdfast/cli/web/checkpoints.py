@@ -18,9 +18,10 @@ from holdfast.cli.stats import stats as compute
 from holdfast.cli.verify import verify_target
 from holdfast.cli.web.jobs import Job, told
 from holdfast.cli.web.pages import head_of, of_run
-from holdfast.cli.web.runs import LastAnswer, PageRun
 from holdfast.cli.web.site import (
     WHOLE_S,
+    LastAnswer,
+    PageRun,
     Site,
     coming,
     find_checkpoint,

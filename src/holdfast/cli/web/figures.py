@@ -30,8 +30,7 @@ from holdfast.cli.web.curves import (
     rank_metric,
 )
 from holdfast.cli.web.jobs import READING, told
-from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
-from holdfast.cli.web.site import WHOLE_S, Site, coming
+from holdfast.cli.web.site import PATIENCE_S, WHOLE_S, LastAnswer, PageRun, Site, coming
 from holdfast.policy.rules import recorded_time
 
 MAX_CELLS = 600

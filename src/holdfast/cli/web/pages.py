@@ -27,8 +27,17 @@ from holdfast.cli.web.curves import (
 )
 from holdfast.cli.web.figures import costly, picture, read_log, read_run, rows_of
 from holdfast.cli.web.jobs import READING, told
-from holdfast.cli.web.runs import PATIENCE_S, LastAnswer, PageRun
-from holdfast.cli.web.site import WHOLE_S, Site, coming, given, page_number, select_page
+from holdfast.cli.web.site import (
+    PATIENCE_S,
+    WHOLE_S,
+    LastAnswer,
+    PageRun,
+    Site,
+    coming,
+    given,
+    page_number,
+    select_page,
+)
 
 _MAX_FINDINGS = 3
 """Findings of one kind that are shown."""

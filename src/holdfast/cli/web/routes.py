@@ -17,8 +17,7 @@ from starlette.types import ASGIApp
 from holdfast.cli.web import checkpoints, figures, pages
 from holdfast.cli.web.guard import Access, Guard
 from holdfast.cli.web.jobs import Jobs
-from holdfast.cli.web.runs import PageRun, make_runs
-from holdfast.cli.web.site import Rendering, Site, Static
+from holdfast.cli.web.site import PageRun, Rendering, Site, Static, make_runs
 from holdfast.errors import HoldfastError
 
 

@@ -125,7 +125,7 @@ def serve(
         ) from None
     from holdfast.cli.web.guard import Access
     from holdfast.cli.web.routes import make_app
-    from holdfast.cli.web.runs import names_of
+    from holdfast.cli.web.site import names_of
 
     roots = _find_roots(roots)
     names = names_of(roots)
