@@ -115,6 +115,13 @@ def map_reserved(fd: int, nbytes: int) -> mmap.mmap:
         raise OutOfMemory(f"{nbytes} bytes of shared memory cannot be reserved: {error}") from error
 
 
+def free_shared(path: Path) -> None:
+    """Free the memory of a file in shared memory, also if forks of this process have it mapped."""
+    if sys.platform == "linux":
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as pages:
+            pages.madvise(mmap.MADV_REMOVE)  # reads as zeros from now on
+
+
 def read_at(fd: int, memory: memoryview, start: int) -> int:
     """Read bytes of an open file from `start` on into `memory`; return how many were read.
 

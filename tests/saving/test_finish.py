@@ -31,6 +31,15 @@ from holdfast.store.local import LocalStore
 from marks import full
 
 TRAINED = Path(__file__).with_name("trained.py")
+FINISHING = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import trained
+from holdfast.saving.finish import main
+
+trained.strike(sys.argv[2])
+main(sys.argv[3])
+"""
 KEPT = 2
 """Step that is committed before the one at which a training dies."""
 MOMENTS = {
@@ -264,6 +273,39 @@ def test_a_process_of_another_namespace_is_dead_if_its_lock_is_free(
     assert "not proven dead" in finish(folder)
     assert "finished" in finish(folder, are_dead=True)
     assert [entry.step for entry in entries_of(root)] == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["before the manifest", "after the manifest", *full("making the folder", "writing", "settled")],
+)
+def test_a_killed_finish_is_made_again_and_commits_once(
+    folder: SharedFolder, tmp_path: Path, moment: str
+) -> None:
+    root = tmp_path / "run"
+    train(folder, root, until=9, at=KEPT + 1, die="before the manifest")
+    assert warm.run(["-c", FINISHING, TRAINED.parent, moment, folder.path]).returncode == -9
+    finish(folder)
+    assert [entry.step for entry in entries_of(root)] == [3, 2, 1]
+    train(folder, root, until=KEPT + 2)
+    assert [entry.step for entry in entries_of(root)] == [4, 3, 2, 1]
+
+
+def test_memory_of_an_earlier_layout_is_freed_though_a_fork_has_it_mapped(
+    folder: SharedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the worker processes of a data loader."""
+    monkeypatch.setenv("HOLDFAST_MEMORY", str(folder.path))
+    model = nn.Linear(8, 8192)
+    with CheckpointManager(tmp_path / "run", {"model": model}, sinks=()) as manager:
+        manager.save(1).wait()
+        (own,) = folder.staging_folders()
+        with own.arena_path("model-00000.safetensors").open("rb") as mapped:
+            assert os.fstat(mapped.fileno()).st_blocks > 0
+            model.register_buffer("more", torch.ones(8))
+            manager.save(2).wait()
+            assert os.fstat(mapped.fileno()).st_nlink == 0
+            assert os.fstat(mapped.fileno()).st_blocks == 0
 
 
 def test_after_an_error_of_the_store_it_is_tried_again(

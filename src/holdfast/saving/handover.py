@@ -40,6 +40,7 @@ from holdfast.state.capture.capture import Captured
 from holdfast.state.components import CapturedComponent
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore
+from holdfast.system import free_shared
 from holdfast.threads.workers import Workers
 
 
@@ -209,7 +210,7 @@ class SharedStager(Stager):
         if not self._is_lost:
             try:
                 own = self._own = self._own or self._make_own_folder()
-                own.drop_arena(file.name)  # of another layout
+                self._drop_own(own, file.name)  # of another layout
                 return SharedImage(self._shared.reserve(own, file), is_apart=is_apart)
             except (OSError, CorruptData, OutOfMemory) as error:
                 self._use_ordinary_memory(str(error))
@@ -234,7 +235,12 @@ class SharedStager(Stager):
             used = {known.file.name for files in self._files.values() for known in files}
             for name in self._own.arena_names():
                 if name not in used:
-                    self._own.drop_arena(name)
+                    self._drop_own(self._own, name)
+
+    def _drop_own(self, own: StagingFolder, name: str) -> None:
+        with suppress(OSError):  # not there
+            free_shared(own.arena_path(name))  # workers of a data loader may have it mapped
+        own.drop_arena(name)
 
     def _use_ordinary_memory(self, why: str) -> None:
         """Use ordinary memory from now on; what is in use stays mapped until it is replaced."""
