@@ -20,11 +20,15 @@ from allranks import Member, all_of, on_ranks
 from holdfast import HostTiers, Last, errors
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES
+from holdfast.format.strictjson import MAX_CHECKED_NBYTES
+from holdfast.loading.hosts import MAX_ASKED
 from holdfast.maintenance.verify import verify
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.annotations import annotate
 from holdfast.ownership.claim import claim_run, put_closed, settled_choice
 from holdfast.ownership.leases import leased
+from holdfast.ranks.messages import MAX_NUM_PIECES, PIECE_NBYTES
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import mark_aborted
 from holdfast.store.base import Store
@@ -633,3 +637,8 @@ def test_planted_files_on_a_host_are_left_alone(tmp_path: Path) -> None:
     assert {path.name for path in outside.iterdir()} == {"manifest.json"}
     assert odd.exists()
     assert Catalog(LocalStore(tmp_path / "a")).claims() == (2, 1)
+
+
+def test_records_of_one_round_fit_into_a_message() -> None:
+    most = max(MAX_MANIFEST_NBYTES, MAX_CHECKED_NBYTES)
+    assert MAX_ASKED * most < PIECE_NBYTES * MAX_NUM_PIECES

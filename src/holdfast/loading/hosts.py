@@ -55,8 +55,8 @@ _REMOTE = -1
 """Number of the remote tier among the hosts."""
 _ORDER = ("", "aborted", "damaged", "committed", "deleted")
 """States of a register, the one that counts last; the first is that of an absent one."""
-_MAX_ASKED = 100
-"""Most small records of one round."""
+MAX_ASKED = 50
+"""Most small records of one round: one host may have all, and a message has at most 1 GiB."""
 
 
 class LostHost(PassedOver):
@@ -320,7 +320,7 @@ class HostRecords:
         """Copy into the leading root the claims, registers and documents that it lacks."""
         claims, registers, documents = self._lacking()
         small = [*claims, *registers]
-        batches = [small[at : at + _MAX_ASKED] for at in range(0, len(small), _MAX_ASKED)]
+        batches = [small[at : at + MAX_ASKED] for at in range(0, len(small), MAX_ASKED)]
         batches += ([one] for one in documents)  # may be long
         found: dict[str, bytes] = {}
         for batch in batches:
