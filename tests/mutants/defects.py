@@ -67,8 +67,8 @@ MUTANTS = (
         name="mirror-deletes-before-the-upload",
         promise="D19: a local copy is not deleted before the remote one exists",
         place="UploadQueue.holds",
-        before="if entry.folder in self._waiting or entry.folder == self._sending:",
-        after="if entry.folder == self._sending:",
+        before="if entry.folder in self._waiting or entry.folder == self.sending:",
+        after="if entry.folder == self.sending:",
         near=("tests/replication/test_mirror.py",),
     ),
     Mutant(
