@@ -56,7 +56,7 @@ def test_files_of_other_hosts_are_no_damage(
     verified = holdfast("verify", hosts / host)
     assert verified.code == 0
     assert f"not read, as they are only on the disk of {name}" in verified.out
-    assert "every byte on this disk is intact, and no file of other hosts was read" in verified.out
+    assert "every byte here is intact; files of other hosts were not read" in verified.out
     assert "every byte is intact" in holdfast("verify", hosts / "remote").out
     uploads = holdfast("uploads", hosts / host, "--json").document
     assert uploads["host"].endswith(host)
@@ -97,9 +97,7 @@ def test_marks_are_refused_where_no_run_reads_them(
     verb, *values = words
     result = holdfast(verb, f"{hosts / 'b'}@step=1", *values)
     assert result.code == 2
-    assert f"only on the disk of {gethostname()}:{hosts / 'a'} and in {hosts / 'remote'}" in (
-        result.err
-    )
+    assert f"the disk of {gethostname()}:{hosts / 'a'} and from {hosts / 'remote'}" in result.err
     assert not [*hosts.glob("b/step-*/notes-*")]
     if verb in ("pin", "tag", "metric"):
         assert holdfast(verb, f"{hosts / 'a'}@step=1", *values).code == 0
@@ -112,7 +110,7 @@ def test_marks_follow_the_host_that_has_led_the_last_save(holdfast: Command, hos
 
 
 def test_the_library_adds_no_metrics_where_no_run_reads_them(hosts: Path) -> None:
-    with pytest.raises(errors.UsageError, match="the run reads pins, tags and metrics only on"):
+    with pytest.raises(errors.UsageError, match="The run reads pins, tags and metrics from"):
         add_metrics(f"{hosts / 'b'}@step=1", {"loss": 1.0})
 
 

@@ -152,9 +152,7 @@ def answer_of(store: Store, root_report: RootReport) -> Answer:
     num_unread = len(failed) + len(root_report.problems) - num_bad
     notes = (note for report in root_report.checkpoints for note in report.notes)
     is_part = any(note.startswith(NOT_HERE) for note in notes)
-    where = (
-        "on this disk is intact, and no file of other hosts was read" if is_part else "is intact"
-    )
+    where = "here is intact; files of other hosts were not read" if is_part else "is intact"
     verdict = f"{num_bad} bad" if num_bad else f"every byte {where}"
     if num_unread:
         verdict = f"{num_bad} bad, {num_unread} could not be read"

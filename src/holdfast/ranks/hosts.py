@@ -153,7 +153,7 @@ class HostRounds:
             self.report_failure(error)
             raise
         if problem:
-            raise UsageError(f"HostTiers: {problem}. Pass the same to HostTiers on all ranks")
+            raise UsageError(f"HostTiers: {problem}. Pass the same on all ranks")
 
     def report_failure(self, error: BaseException) -> None:
         """Fail the round on all ranks."""

@@ -122,8 +122,8 @@ def expect_marks_read(store: Store) -> None:
     leader = "" if newest is None else next(iter(newest.manifest.hosts), "")
     if leader and leader != tiers.host:
         raise UsageError(
-            f"{store.url}: nothing was changed. This is the disk of {tiers.host}; the run reads "
-            f"pins, tags and metrics only on the disk of {leader} and in {tiers.remote}. Use these"
+            f"{store.url}: this is the disk of {tiers.host}. The run reads pins, tags and metrics "
+            f"from the disk of {leader} and from {tiers.remote}; use these"
         )
 
 
