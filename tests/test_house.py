@@ -158,14 +158,14 @@ RUNS = (
         reason="the recorder of the history",
     ),
     Limit("CheckpointManager(…): lines run", 1_260, _FEWER_PARTS, reason="orders to several hosts"),
-    Limit("first save: modules run", 85, _FEWER_PARTS),
+    Limit("first save: modules run", 82, _FEWER_PARTS),
     Limit(
         "first save: lines run",
         3_540,
         _FEWER_PARTS,
         reason="a manifest that lists the files of hosts",
     ),
-    Limit("later save: modules run", 82, _FEWER_PARTS),
+    Limit("later save: modules run", 79, _FEWER_PARTS),
     Limit(
         "later save: lines run",
         2_660,
