@@ -17,7 +17,9 @@ from bench.results import Figures, Outcome
 TIMEOUT_S = 900.0
 
 
-def in_child(work: Callable[..., Figures], *arguments: object) -> Outcome:
+def in_child(
+    work: Callable[..., Figures], *arguments: object, timeout_s: float = TIMEOUT_S
+) -> Outcome:
     """`work(*arguments)` in a fresh process; an error is in the outcome."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.preload", "bench.child"])
@@ -26,10 +28,10 @@ def in_child(work: Callable[..., Figures], *arguments: object) -> Outcome:
     child.start()
     send.close()
     try:
-        if receive.poll(TIMEOUT_S):
+        if receive.poll(timeout_s):
             outcome: Outcome = receive.recv()
         else:
-            outcome = Outcome(figures={}, error=f"no result after {TIMEOUT_S:g} s")
+            outcome = Outcome(figures={}, error=f"no result after {timeout_s:g} s")
             child.kill()
     except EOFError:
         outcome = Outcome(figures={}, error="the process died")

@@ -10,6 +10,7 @@ them; it merges them, and pickles the plan of each rank and the metadata.
 from __future__ import annotations
 
 import argparse
+import logging
 import pickle
 import resource
 from collections.abc import Iterator
@@ -29,12 +30,15 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 BOX_NBYTES = 256 << 10
+TIMEOUT_S = 4 * 3600.0
+"""Limit for one cluster: 16,384 ranks take 15 minutes on one free processor."""
 DCP_NBYTES = 4 << 30
 """Memory that the planner of DCP gets."""
 GOALS = {
     "plan_s": 30.0,
     "peak_nbytes": 4 << 30,
     "rank_s": 0.05,
+    "later_rank_s": 0.05,
     "imbalance": 1.1,
     "first_nbytes": 64e6,
     "later_nbytes": 16e6,
@@ -43,7 +47,8 @@ GOALS = {
 
 
 def measure_holdfast(cluster: Cluster) -> Figures:
-    """Costs of the first and of a later save."""
+    """Costs of the first and of a later save; prints the progress."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     first, later = measure_saves(cluster)
     return {
         "plan_s": [first.plan_s],
@@ -175,7 +180,7 @@ def main() -> None:
             num_ranks=ranks, num_boxes=given.boxes, num_replicas=replicas, box_nbytes=BOX_NBYTES
         )
         name = f"{ranks:,} {'FSDP' if replicas == 1 else f'HSDP, {replicas} replicas'}"
-        outcome = in_child(partial(measure_holdfast, cluster))
+        outcome = in_child(partial(measure_holdfast, cluster), timeout_s=TIMEOUT_S)
         if not outcome.error:
             own[replicas, ranks] = {n: values[0] for n, values in outcome.figures.items()}
         rows[name] = _row(outcome)

@@ -79,11 +79,9 @@ _ENGLISH = "Write the sentence as the docs of PyTorch or httpx would"
 _FEWER_PARTS = "Do less in this call, or in fewer modules"
 
 SOURCE = (
-    Limit("lines of src", 113_990, _SMALLER, reason="files of small boxes, saves of killed agents"),
+    Limit("lines of src", 114_140, _SMALLER, reason="saves of killed agents, lazy manifests"),
     # All but train, bridges, interop, sinks, cli and testing.
-    Limit(
-        "lines of the core", 67_000, _SMALLER, reason="files of small boxes, saves of killed agents"
-    ),
+    Limit("lines of the core", 67_170, _SMALLER, reason="saves of killed agents, lazy manifests"),
     Limit(
         "modules",
         393,
@@ -168,9 +166,9 @@ RUNS = (
     Limit("later save: modules run", 79, _FEWER_PARTS),
     Limit(
         "later save: lines run",
-        2_660,
+        2_670,
         _FEWER_PARTS,
-        reason="an index in parts",
+        reason="an index in parts, and links that the leader chooses",
     ),
     Limit(
         "resume: modules run",

@@ -111,7 +111,6 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "saving": (
         (
-            "links",
             "probe",
             "progress_counters",
             "recorder",
@@ -125,6 +124,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
             "script_warnings",
             "settings_history",
         ),
+        ("links",),
         (
             "partner_copies",
             "save_messages",

@@ -154,7 +154,9 @@ def build_checkpoint(
     new: tuple[str, ...] = (),
 ) -> Checkpoint:
     """Build the `Checkpoint` of a catalog entry."""
-    manifest = entry.manifest
+    manifest, nbytes = entry.manifest, entry.manifest.nbytes
+    if entry.marks.thinned_by:  # else the table of files may not be needed
+        nbytes = parts_of(store, entry.folder, manifest, entry.marks).nbytes
     return Checkpoint(
         root=store.url,
         folder=entry.folder,
@@ -167,7 +169,7 @@ def build_checkpoint(
         save_class=manifest.save_class,
         reason=manifest.reason,
         created=manifest.created,
-        nbytes=parts_of(store, entry.folder, manifest, entry.marks).nbytes,
+        nbytes=nbytes,
         savers=manifest.savers,
         left_out=manifest.left_out,
         unhealthy=manifest.unhealthy,

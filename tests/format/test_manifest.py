@@ -11,6 +11,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,7 @@ from tests.format.samples import (
     reseal,
 )
 
-from holdfast.errors import FormatError, UsageError
+from holdfast.errors import CorruptData, FormatError, UsageError
 from holdfast.format import layout, manifest
 
 MANIFEST = next(document for document in documents() if document.name == "manifest")
@@ -408,3 +409,25 @@ def test_names_that_are_refused_are_not_remembered() -> None:
 def test_records_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         make_manifest().epoch = 4  # type: ignore[misc]
+
+
+def test_a_manifest_whose_digest_is_known_is_decoded_without_its_tables() -> None:
+    metrics = {"loss": math.nan}
+    whole = msgspec.structs.replace(manifest.decode_register(MANIFEST.data, what="it"))
+    whole = msgspec.structs.replace(whole, metrics=metrics, hosts={"a": (*whole.files,)})
+    data = manifest.encode_manifest(whole)
+    known: dict[str, Any] = {"digest": manifest.manifest_digest(whole), "nbytes": whole.nbytes}
+    found = manifest.decode_committed(data, what="it", **known)
+    assert found is not None
+    assert isinstance(found.files, manifest.LazyTable)
+    assert found.nbytes == whole.nbytes
+    assert repr(found.metrics) == repr(metrics)
+    assert (found.files, found.components, found.hosts) == (
+        whole.files,
+        whole.components,
+        whole.hosts,
+    )
+    assert manifest.encode_manifest(found) == data
+    assert manifest.decode_committed(MANIFEST.data, what="it", **known) is None
+    with pytest.raises(CorruptData, match="digest"):
+        manifest.decode_committed(data.replace(b"step", b"stop"), what="it", **known)

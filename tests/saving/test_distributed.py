@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from typing_extensions import override
 
 from allranks import Member, all_of, on_ranks, save_on
 from holdfast import (
@@ -23,13 +25,13 @@ from holdfast.control.save_requests import answer_to, put_save_request
 from holdfast.errors import SaveFailed, SaveSkipped
 from holdfast.format import index, index_parts
 from holdfast.format.layout import BLOCK_NBYTES
-from holdfast.format.manifest import Aborted
+from holdfast.format.manifest import Aborted, Manifest, decode_register, encode_manifest
 from holdfast.maintenance.verify import verify
 from holdfast.policy.savers import Due
 from holdfast.root.catalog import Catalog
 from holdfast.saving import distributed as together_module
 from holdfast.saving import saver
-from holdfast.store.base import Store
+from holdfast.store.base import Store, WrappedStore
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.faulty import Fault, FaultyStore, Kind
@@ -185,6 +187,72 @@ def test_tensors_that_do_not_change_are_linked_and_states_above_the_budget_go_in
     assert all_of(on_ranks(2, load)) == [True, True]
     files = root.glob("step-*33*/big*.safetensors")
     assert any(file.stat().st_nlink > 1 for file in files)
+
+
+def test_all_ranks_link_to_the_checkpoint_that_the_leader_names(ram_path: Path) -> None:
+    root = ram_path / "run"
+
+    def work(member: Member) -> None:
+        frozen = [torch.nn.Parameter(torch.ones(BLOCK_NBYTES // 4, 1)) for _ in range(4)]
+        state = {"big": torch.nn.ParameterList(one.requires_grad_(False) for one in frozen)}
+        with member.manager(root, state={**member.state, **state}) as manager:
+            for step in range(1, 7):
+                member.train()
+                manager.save(step, wait=True)
+                manager.wait()
+
+    all_of(on_ranks(2, work))
+    inodes = {
+        step: {file.name: file.stat().st_ino for file in root.glob(f"step-*{step}.*/big*.safe*")}
+        for step in range(1, 7)
+    }
+    assert len(inodes[6]) > 1
+    for step in range(3, 7):
+        assert inodes[step] == inodes[step - 2], "each rank has linked its files"
+        assert not {*inodes[step].values()} & {*inodes[step - 1].values()}
+    assert whole(LocalStore(root)) == [*range(1, 7)]
+
+
+def test_a_follower_returns_and_emits_what_the_leader_has_committed() -> None:
+    store = MemoryStore()
+
+    def work(member: Member) -> list[Any]:
+        events: list[Any] = []
+        with member.manager(store, sinks=[events.append]) as manager:
+            found = [manager.save(step, metrics={"x": 1.0}).wait() for step in (1, 1, 2)]
+        told = [event.fields for event in events if event.kind == "committed"]
+        assert [fields["nbytes"] for fields in told] == [one.nbytes for one in found]
+        return [*found, *((one["is_new"], one["manifest"]) for one in told)]
+
+    leader, follower = all_of(on_ranks(2, work))
+    assert leader == follower
+
+
+def test_a_follower_that_sees_another_manifest_than_the_leader_has_put_fails() -> None:
+    class Other(WrappedStore):
+        @override
+        def get_whole(self, key: str, *, max_nbytes: int, afresh: bool = False) -> bytes:
+            data = super().get_whole(key, max_nbytes=max_nbytes, afresh=afresh)
+            if not key.endswith("manifest.json"):
+                return data
+            found = decode_register(data, what=key)
+            assert isinstance(found, Manifest)
+            return encode_manifest(msgspec.structs.replace(found, tags=("other",)))
+
+    store = MemoryStore()
+    views = [store, Other(store)]
+
+    def work(member: Member) -> str:
+        with member.manager(views[member.rank]) as manager:
+            try:
+                manager.save(1).wait()
+            except errors.HoldfastError as error:
+                return cause(error)
+        return "committed"
+
+    leader, follower = all_of(on_ranks(2, work))
+    assert leader == "committed"
+    assert "does not see the manifest" in follower
 
 
 def test_a_structure_that_changes_is_planned_anew(root: Store) -> None:

@@ -13,10 +13,12 @@ from typing_extensions import override
 
 from allranks import Member, all_of, on_ranks
 from holdfast import CheckpointManager, PerRank, errors, load_weights
+from holdfast.format.layout import MAX_TREE_NBYTES
 from holdfast.maintenance.verify import verify
 from holdfast.ranks.chosen import SingleProcess
 from holdfast.ranks.coordinator import Coordinator
 from holdfast.root.catalog import Catalog
+from holdfast.saving.save_messages import expand_tree, shorten_tree
 from holdfast.store.memory import MemoryStore
 from holdfast.testing.ranks import ThreadCoordinator
 from marks import diagonal
@@ -252,3 +254,36 @@ def test_weights_of_which_each_rank_has_its_own_are_loaded_by_managers_only() ->
     with pytest.raises(errors.UsageError, match="each rank saved its own 'model'"):
         load_weights(store, model)
     assert all(map(torch.equal, before, model.state_dict().values()))
+
+
+@pytest.mark.parametrize("lengths", [(9, 9, 40_000), (40_000, 9, 40_000), (9, 9, 9)])
+def test_trees_of_any_length_come_from_other_ranks_whole(lengths: tuple[int, ...]) -> None:
+    """They are sent as differences from the leader's tree, if zlib can refer to all of it."""
+    store = MemoryStore()
+
+    def value(rank: int) -> list[int]:
+        return [*range(rank, lengths[rank] + rank)]
+
+    def work(member: Member) -> bool:
+        own = {"values": value(member.rank)}
+        with member.manager(store, state={"own": PerRank(own)}) as manager:
+            manager.save(1).wait()
+        own["values"] = []
+        with member.manager(store, state={"own": PerRank(own)}) as manager:
+            manager.resume()
+        return own["values"] == value(member.rank)
+
+    assert all_of(on_ranks(3, work)) == [True] * 3
+
+
+def test_a_shortened_tree_is_whole_or_refused() -> None:
+    base, tree = b"a tree of the leader, 0", b"a tree of the leader, 1"
+    short = shorten_tree(tree, base)
+    assert len(short) < len(tree)
+    assert expand_tree(short, base) == tree
+    with pytest.raises(errors.FormatError, match="cut short"):
+        expand_tree(short[:-2], base)
+    with pytest.raises(errors.FormatError, match="cannot be read"):
+        expand_tree(b"\xff" + short, base)
+    with pytest.raises(errors.FormatError, match="above"):
+        expand_tree(shorten_tree(bytes(MAX_TREE_NBYTES + 1), base), base)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from holdfast.errors import UsageError
+from holdfast.format.manifest import LazyTable
+from holdfast.root import catalog
 from holdfast.root import commit as commit_module
-from holdfast.saving import distributed, save
+from holdfast.saving import distributed, save, save_messages
 from holdfast.saving.distributed import FollowingSave, LeadingSave
 from holdfast.store.base import GatheringWriter
+from holdfast.store.memory import MemoryStore
 from holdfast.testing.cluster import Cluster, Faults, Simulation, measure_saves, simulate
 from holdfast.testing.cluster.network import VirtualStore
 
@@ -177,6 +181,46 @@ def test_costs_of_saves_by_many_ranks_are_measured() -> None:
     assert first.plan_s <= first.leader_s
     assert 0 < first.rank_s <= first.longest_rank_s
     assert first.index_nbytes > 0
+
+
+def test_a_follower_decodes_no_table_of_the_manifest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else 16,384 ranks would each decode the names of 83,000 files, several times in a save."""
+    calls, saved = Counter[str](), Counter[str]()
+    real = save._write_as_follower
+
+    def count(place: Any, name: str) -> None:
+        function = getattr(place, name)
+
+        def counted(*arguments: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(place, name, counted)
+
+    def follow(*arguments: Any) -> Any:
+        before = calls.copy()
+        result = real(*arguments)
+        saved.update(calls - before)
+        saved["saves"] += 1
+        return result
+
+    monkeypatch.setattr(save, "_write_as_follower", follow)
+    count(save_messages, "decode_committed")
+    count(catalog, "decode_register")
+    count(MemoryStore, "get")
+    count(LazyTable, "_read")
+    found = []
+    for num_ranks in (64, 256):
+        calls.clear()
+        saved.clear()
+        measure_saves(Cluster(num_ranks=num_ranks))
+        found.append(saved.copy())
+        assert calls["_read"] == 0
+    few, many = found
+    assert few["saves"] >= 64
+    assert few["decode_committed"] == few["saves"]
+    assert set(few) == {"saves", "decode_committed", "get"}
+    assert few == many
 
 
 @pytest.mark.full

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
+from typing_extensions import override
 
 from holdfast.errors import FormatError, HoldfastError, MissingKey, UsageError
 from holdfast.format import layout, strictjson
 from holdfast.format.codec import CodecName
 from holdfast.format.layout import MAX_INDEX_NBYTES, MAX_TREE_NBYTES, RNG
 from holdfast.store.base import Buffer
+
+T = TypeVar("T")
 
 MAX_MANIFEST_NBYTES = 16 * 1024 * 1024
 MAX_STORED_BLOCK_NBYTES = 64 * 1024 * 1024
@@ -208,6 +211,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
     @property
     def nbytes(self) -> int:
         """Bytes of all files as stored, without the manifest itself."""
+        if isinstance(self.files, LazyTable):
+            return self.files.stored_nbytes
         return sum(entry.stored_nbytes for entry in self.files.values())
 
     @property
@@ -227,6 +232,35 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": 
         )
 
 
+class LazyTable(Mapping[str, T]):
+    """Table of a manifest that is decoded when it is first read. Any thread may read it."""
+
+    def __init__(self, raw: msgspec.Raw, row: Any, stored_nbytes: int) -> None:
+        self._rows: msgspec.Raw | dict[str, T] = raw
+        self._type: Any = dict[str, row]
+        self.stored_nbytes = stored_nbytes
+        """Stored bytes of all files in it."""
+
+    def _read(self) -> dict[str, T]:
+        rows = self._rows
+        if isinstance(rows, msgspec.Raw):
+            with strictjson.describe_once(self._type):
+                rows = self._rows = msgspec.json.decode(rows, type=self._type)
+        return rows
+
+    @override
+    def __getitem__(self, key: str) -> T:
+        return self._read()[key]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._read())
+
+    @override
+    def __len__(self) -> int:
+        return len(self._read())
+
+
 class Aborted(strictjson.Record, frozen=True, kw_only=True):
     """Abort marker: the register of an attempt that gc closed; it never becomes a checkpoint."""
 
@@ -244,6 +278,13 @@ class Deleted(strictjson.Record, frozen=True, kw_only=True):
     reason: str
 
 
+_TABLES: dict[str, Any] = {
+    "components": ComponentEntry,
+    "files": FileEntry,
+    "hosts": tuple[str, ...],
+}
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode a manifest."""
     is_stored = any(entry.stored is not None for entry in manifest.files.values())
@@ -255,7 +296,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
         strictjson.PARTS: layout.part_name(1) in manifest.files,
     }
     requires = [name for name, is_needed in needs.items() if is_needed]
-    members = {"requires": requires, **msgspec.to_builtins(manifest)}
+    members = {"requires": requires, **msgspec.to_builtins(manifest, enc_hook=dict)}
     members["metrics"] = encode_metrics(manifest.metrics)
     members["timestamp"] = {
         name: value
@@ -270,8 +311,24 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def manifest_digest(manifest: Manifest) -> str:
     """Return the digest of a manifest before encryption, "blake3:…", from its last line."""
-    last_line = encode_manifest(manifest).rstrip().rpartition(b"\n")[2]
-    return last_line.split(b'"')[3].decode("ascii")
+    return strictjson.digest_of(encode_manifest(manifest), what="manifest")
+
+
+def decode_committed(data: Buffer, *, what: str, digest: str, nbytes: int) -> Manifest | None:
+    """Decode the manifest with this digest, without its tables; None if `data` has another.
+
+    The manifest of 16,384 ranks lists 83,000 files, which no follower needs. Only the digest is
+    checked, which the leader announces with `nbytes`, the stored bytes of all files.
+    """
+    if strictjson.digest_of(data, what=what) != digest:
+        return None
+    members: dict[str, Any] = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    rows = {name: row for name, row in _TABLES.items() if name in members}
+    tables: dict[str, Any] = {n: LazyTable(members.pop(n), rows[n], nbytes) for n in rows}
+    members = {name: msgspec.json.decode(raw) for name, raw in members.items()}
+    decode_metrics(members)
+    members |= {"components": {}, "files": {}}
+    return msgspec.structs.replace(strictjson.convert(members, Manifest, what=what), **tables)
 
 
 def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:

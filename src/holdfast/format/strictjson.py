@@ -270,7 +270,7 @@ def decode_checked(
     if memoryview(data).nbytes > max_nbytes:
         raise LimitExceeded(f"{what}: larger than {max_nbytes:,} bytes")
     text = bytes(data)
-    _check_digest(text, what=what)
+    digest_of(text, what=what)
     # Without the digest line the text is as `json` writes it, which is parsed fastest.
     whole = text[: -_DIGEST_LINE_NBYTES - len(_BEFORE_DIGEST)] + b"\n}"
     num_values = MAX_VALUES - 1  # the digest is one
@@ -340,10 +340,14 @@ def check_version(document: Any, *, what: str) -> None:
         )
 
 
-def _check_digest(text: bytes, *, what: str) -> None:
-    body, last_line = text[:-_DIGEST_LINE_NBYTES], text[-_DIGEST_LINE_NBYTES:]
+def digest_of(data: Buffer, *, what: str) -> str:
+    """Return the digest with which a document ends, "blake3:…", if it fits; else `CorruptData`."""
+    text = memoryview(data)
+    body, last_line = text[:-_DIGEST_LINE_NBYTES], bytes(text[-_DIGEST_LINE_NBYTES:])
     match = _DIGEST_LINE.fullmatch(last_line)
-    if match is None or not body.endswith(_BEFORE_DIGEST):
+    if match is None or body[-len(_BEFORE_DIGEST) :] != _BEFORE_DIGEST:
         raise CorruptData(f"{what}: cut short, or no document of Holdfast (no digest at its end)")
-    if blake3(body).hexdigest().encode() != match[1]:
+    found = match[1].decode()
+    if blake3(body).hexdigest() != found:
         raise CorruptData(f"{what}: its digest does not fit its bytes")
+    return f"blake3:{found}"

@@ -37,6 +37,7 @@ from holdfast.format.manifest import (
     encode_manifest,
 )
 from holdfast.format.records import WriterRecord
+from holdfast.format.strictjson import digest_of
 from holdfast.root.catalog import Catalog
 from holdfast.root.documents import is_own_file, read_document, read_if_there
 from holdfast.store.base import Store, is_key
@@ -49,12 +50,14 @@ _PAUSE_S = 0.1
 class SaveAttempt:
     """Attempt to save: its folder's name, its save id, and what is known of its manifest's put.
 
+    `digest` is that of the manifest, "blake3:…", once it is encoded, or read by a follower.
     `put_sent`: whether that put may have taken effect. `is_unclear`: whether a repeat of it may
     still arrive, so that the register must stay, whether or not the save committed.
     """
 
     name: AttemptName
     save_id: str
+    digest: str = ""
     put_sent: bool = False
     is_unclear: bool = False
 
@@ -82,7 +85,9 @@ def create_attempt(
 
 def commit(store: Store, attempt: SaveAttempt, manifest: Manifest) -> None:
     """Commit a save whose files are durable: put its manifest, between two ownership checks."""
-    publish(store, attempt, encode_manifest(manifest), epoch=attempt.name.epoch)
+    data = encode_manifest(manifest)
+    attempt.digest = digest_of(data, what=attempt.manifest_key)
+    publish(store, attempt, data, epoch=attempt.name.epoch)
 
 
 def publish(store: Store, attempt: SaveAttempt, data: bytes, *, epoch: int) -> None:

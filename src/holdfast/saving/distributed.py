@@ -33,7 +33,12 @@ from holdfast.errors import (
     some_of,
 )
 from holdfast.format import blocks, layout
-from holdfast.format.manifest import Aborted, Manifest, decode_register
+from holdfast.format.manifest import (
+    MAX_MANIFEST_NBYTES,
+    Aborted,
+    Manifest,
+    manifest_digest,
+)
 from holdfast.ownership.owner import Ownership
 from holdfast.ownership.tiered import claim_document
 from holdfast.ranks.coordinator import (
@@ -54,9 +59,12 @@ from holdfast.root.commit import (
     put_once,
     remove_files,
 )
+from holdfast.root.documents import read_if_there
+from holdfast.saving.links import LinkSource
 from holdfast.saving.participants import Gathered, OwnFile, OwnPart, SaveParticipant
 from holdfast.saving.probe import ProbeNote, ProbeResult, SaveSize
 from holdfast.saving.save_messages import (
+    MAX_BASE_NBYTES,
     NAMES_NBYTES,
     WARNING_NBYTES,
     CopiedPost,
@@ -77,6 +85,8 @@ from holdfast.saving.save_messages import (
     WaitNote,
     digest_records,
     digest_warning,
+    expand_tree,
+    shorten_tree,
 )
 from holdfast.saving.shard_plan import (
     Difference,
@@ -506,13 +516,17 @@ class LeadingSave(_RanksSave):
         self._said = "folder"
 
     def announce_folder(
-        self, store: Store, attempt: SaveAttempt, trees: Mapping[str, bytes]
+        self, store: Store, attempt: SaveAttempt, staged: Staged, links: LinkSource
     ) -> None:
         """Tell the followers where to write. In the save thread."""
-        self._trees = trees
+        self._trees = trees = staged.trees
+        self._bases = {
+            name: trees[name] for name in staged.by_rank if len(trees[name]) <= MAX_BASE_NBYTES
+        }
         digests = {name: blake3(tree).digest() for name, tree in trees.items()}
         claim = b"" if self._hosts is None else claim_document(store, attempt.name.epoch)
-        self._announce_part("folder", FolderNote(attempt.folder, attempt.save_id, digests, claim))
+        note = FolderNote(attempt.folder, attempt.save_id, digests, self._bases, claim, links)
+        self._announce_part("folder", note)
         self._said = "outcome" if self._copies is None else "copy"
         if self._copies is not None:
             self._uncollected.add("written")
@@ -530,9 +544,7 @@ class LeadingSave(_RanksSave):
         posts: list[FilesPost] = self._collect_posts("files", FilesPost)
         files_of = [self._expand_files(rank, post.files) for rank, post in enumerate(posts)]
         trees = {
-            name: self.join_trees(
-                name, staged, [post.trees.get(name, self._trees[name]) for post in posts]
-            )
+            name: self.join_trees(name, staged, [self._tree_of(post, name) for post in posts])
             for name in staged.kinds
         }
         by_host: dict[int, list[str]] = {}
@@ -553,6 +565,10 @@ class LeadingSave(_RanksSave):
             elsewhere=frozenset(name for host in by_host if host > 0 for name in by_host[host]),
         )
 
+    def _tree_of(self, post: FilesPost, name: str) -> bytes:
+        short, base = post.trees.get(name), self._bases.get(name, b"")
+        return self._trees[name] if short is None else expand_tree(short, base)
+
     def _expand_files(self, rank: int, files: Sequence[FileNote]) -> list[OwnFile]:
         """Make the records of the files of one rank from its post and the plan."""
         names = self._plan.names_of(rank)
@@ -569,18 +585,20 @@ class LeadingSave(_RanksSave):
         Hosts with a disk each then copy it, and this waits for them, so that the checkpoint is
         still found if this host is lost.
         """
-        hosts, note = self._hosts, OutcomeNote(doubt=None)
+        hosts, documents = self._hosts, dict[str, bytes]()
+        doubt: RankFailure | None = None
         # The checkpoint stands, whether or not they hear of it.
         with suppress(HoldfastError):
             if hosts is not None:
                 names = [name for name in manifest.files if layout.is_document(name)]
                 keys = {name: f"{attempt.folder}/{name}" for name in (*names, layout.MANIFEST)}
                 try:
-                    note = OutcomeNote(None, {name: store.get(key) for name, key in keys.items()})
+                    documents = {name: store.get(key) for name, key in keys.items()}
                 except StoreError as error:
-                    note = OutcomeNote(RankFailure.from_error(error, phase=SavePhase.COMMITTING))
+                    doubt = RankFailure.from_error(error, phase=SavePhase.COMMITTING)
+            note = OutcomeNote(doubt, documents, attempt.digest, manifest.nbytes)
             self._announce_part("outcome", note)
-        if hosts is not None and note.doubt is None:
+        if hosts is not None and doubt is None:
             self._await_copies(attempt, hosts)
 
     def _await_copies(self, attempt: SaveAttempt, hosts: Hosts) -> None:
@@ -899,6 +917,8 @@ class FollowingSave(_RanksSave):
 
     _has_waited = False
     """Whether the leader has said that it waits for uploads, and nothing since."""
+    _heard: OutcomeNote | None = None
+    """The outcome, if it is not in doubt."""
 
     @override
     def propose(self, captured: Captured) -> None:
@@ -936,7 +956,7 @@ class FollowingSave(_RanksSave):
         """Wait until the leader has made the folder. In the save thread."""
         self.progress.enter(SavePhase.FOLDER)
         note = self._receive_part("folder", FolderNote)
-        self._trees = note.trees
+        self._trees, self._bases, self.links = note.trees, note.bases, note.links
         name = layout.parse_attempt(note.folder)
         if name is None:
             raise FormatError(f"{self._name}: {note.folder!r} is no folder of a save")
@@ -974,7 +994,7 @@ class FollowingSave(_RanksSave):
     def post_files(self, files: Sequence[OwnFile], staged: Staged) -> None:
         """Tell the leader what this rank has written. In the save thread."""
         differing = {
-            name: tree
+            name: shorten_tree(tree, self._bases.get(name, b""))
             for name, tree in staged.trees.items()
             if blake3(tree).digest() != self._trees[name]
         }
@@ -998,13 +1018,13 @@ class FollowingSave(_RanksSave):
             raise error
         store.refresh_folder(attempt.folder)
         try:
-            found = Catalog(store).read(attempt.folder)
+            found = self._read_manifest(store, attempt)
         except (FormatError, SealError, StoreError) as unread:
             raise OutcomeUnknown(
                 f"{store.url}/{attempt.folder}: the leader has committed it, and this rank cannot "
                 f"read its manifest: {unread}"
             ) from unread
-        if not isinstance(found, Manifest) or found.save_id != attempt.save_id:
+        if found is None:
             check_ownership(store, attempt.name.epoch, committed=True)  # who deletes it has claimed
             raise NotShared(
                 f"{store.url}/{attempt.folder}: rank {self._ranks.rank} does not see the manifest "
@@ -1013,6 +1033,20 @@ class FollowingSave(_RanksSave):
         if error is None and self._hosts is not None:
             self._post_copied("")
         return found
+
+    def _read_manifest(self, store: Store, attempt: SaveAttempt) -> Manifest | None:
+        """Read the manifest that the leader has put; None if it is not there."""
+        heard, key = self._heard, attempt.manifest_key
+        if heard is not None:
+            found = read_if_there(store, key, heard.decode_manifest, max_nbytes=MAX_MANIFEST_NBYTES)
+            attempt.digest = heard.digest
+            if found is not None:
+                return found
+        register = Catalog(store).read(attempt.folder)
+        if heard or not isinstance(register, Manifest) or register.save_id != attempt.save_id:
+            return None
+        attempt.digest = manifest_digest(register)
+        return register
 
     def _outcome_apart(self, store: Store, attempt: SaveAttempt) -> Manifest:
         """Wait for the outcome on another host, which cannot read the register."""
@@ -1029,13 +1063,15 @@ class FollowingSave(_RanksSave):
                 f"and cannot read the leader's disk on {hosts.names[0]}: {error}. The next resume "
                 "uses the checkpoint if it is there"
             ) from error
-        problem, data = "", self._documents[layout.MANIFEST]
-        found = decode_register(data, what=f"the manifest of {attempt.folder}")
-        if not isinstance(found, Manifest) or found.save_id != attempt.save_id:
+        assert self._heard is not None, "it is not in doubt"
+        problem, documents, data = "", self._heard.documents, self._heard.documents[layout.MANIFEST]
+        found = self._heard.decode_manifest(data, what=f"the manifest of {attempt.folder}")
+        attempt.digest = self._heard.digest
+        if found is None or found.save_id != attempt.save_id:
             raise FormatError(f"{attempt.folder}: the leader has sent another manifest")
         if hosts.is_host_leader:
             try:
-                for name, document in self._documents.items():
+                for name, document in documents.items():
                     if name != layout.MANIFEST:
                         store.put(f"{attempt.folder}/{name}", document)
                 put_once(store, attempt.manifest_key, data)
@@ -1060,8 +1096,10 @@ class FollowingSave(_RanksSave):
         except RanksError as error:
             return error
         note = decode_message(heard, OutcomeNote, tag)
-        self._documents = note.documents
-        return None if note.doubt is None else RanksFailed(tag, {LEADER: note.doubt})
+        if note.doubt is not None:
+            return RanksFailed(tag, {LEADER: note.doubt})
+        self._heard = note
+        return None
 
     def _hear_plan(self, owner: Ownership, captured: Captured | None) -> None:
         """Answer the leader's notes until it announces the plan.

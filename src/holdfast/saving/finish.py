@@ -239,7 +239,9 @@ class RecordedRanks(SaveParticipant):
         """Number of tensor files of all ranks."""
         return self._plan.num_files
 
-    def announce_folder(self, store: object, attempt: object, trees: object) -> None:
+    def announce_folder(
+        self, store: object, attempt: object, staged: object, links: object
+    ) -> None:
         """No-op: nobody else writes."""
 
     def copy_to_partner(self, *_: object) -> None:

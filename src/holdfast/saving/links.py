@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import msgspec
 
 from holdfast.errors import FormatError, HoldfastError, SealError, StoreError
 from holdfast.events import Emitter
-from holdfast.format import blocks
+from holdfast.format import blocks, layout
 from holdfast.format.index import StoredBlocks
-from holdfast.format.layout import BLOCK_NBYTES, plain_file
-from holdfast.format.manifest import FileEntry, Manifest
+from holdfast.format.layout import BLOCK_NBYTES
+from holdfast.format.manifest import MAX_MANIFEST_NBYTES, FileEntry
+from holdfast.format.strictjson import digest_of
 from holdfast.loading.block_reader import FileBlocks, read_block
 from holdfast.root.catalog import Catalog
+from holdfast.root.commit import SaveAttempt
+from holdfast.root.documents import read_if_there
+from holdfast.saving.participants import OwnFile
 from holdfast.store.base import Store, is_one_file
 from holdfast.threads.buffers import allocate_pages
 
@@ -40,6 +45,8 @@ class _Commit:
     """A checkpoint that this process committed; `files` by plain name."""
 
     folder: str
+    digest: str
+    """Digest of its manifest."""
     files: dict[str, _Origin]
 
 
@@ -60,6 +67,15 @@ class Linked:
     stored: StoredBlocks | None
 
 
+class LinkSource(msgspec.Struct, frozen=True, array_like=True):
+    """Checkpoints with which a save may share files, or must not."""
+
+    folder: str = ""
+    """Folder of the checkpoint whose files may be shared; empty: none."""
+    excluded: tuple[str, ...] = ()
+    """Folders of the checkpoints with which no file may be shared."""
+
+
 class Links:
     """Shares unchanged files with this process's earlier commits, by hard links. Not thread-safe.
 
@@ -75,27 +91,33 @@ class Links:
         """Commits of each kind, oldest first."""
         self._source: dict[str, _Origin] = {}
         """Files that the current save may share, by plain name."""
-        self._excluded: list[str] = []
+        self._excluded: tuple[str, ...] = ()
         """Folders with which the current save must not share a file."""
         self._newest: _Kind | None = None
         self._linked: dict[str, _Origin] = {}
 
-    def prepare_links(
+    def find_source(
         self, components: Iterable[str], *, is_healthy: bool, resumed_from: str | None
-    ) -> None:
-        """Begin a save of these components, in a run that resumed from folder `resumed_from`."""
-        self._linked.clear()
-        self._source, self._excluded = {}, [] if resumed_from is None else [resumed_from]
+    ) -> LinkSource:
+        """Find what a save of these components may share, in a run that resumed from a folder."""
         if not self._store.has_links:
-            return
+            return LinkSource()
         try:
-            for kind in self._commits:
-                self._excluded += [commit.folder for commit in self._newest_valid(kind)[-1:]]
-            valid = self._newest_valid(_Kind(frozenset(components), is_healthy))
+            valid = {kind: self._newest_valid(kind) for kind in self._commits}
         except StoreError:
-            return  # unknown which commits are the newest: share nothing
-        if len(valid) > 1:
-            self._source = valid[-2].files
+            return LinkSource()  # unknown which commits are the newest: share nothing
+        excluded = [] if resumed_from is None else [resumed_from]
+        excluded += [commit.folder for found in valid.values() for commit in found[-1:]]
+        found = valid.get(_Kind(frozenset(components), is_healthy), [])
+        return LinkSource(found[-2].folder if len(found) > 1 else "", tuple(excluded))
+
+    def prepare_links(self, source: LinkSource) -> None:
+        """Begin a save, which may share what this process has recorded of the source."""
+        self._linked.clear()
+        self._source, self._excluded = {}, source.excluded
+        for commit in chain.from_iterable(self._commits.values()):
+            if self._store.has_links and commit.folder == source.folder:
+                self._source = commit.files
 
     def may_have(self, name: str, nbytes: int) -> bool:
         """Whether the earlier checkpoint has a file of this name and length, worth sharing."""
@@ -136,24 +158,27 @@ class Links:
 
     def record_linkable_files(
         self,
-        folder: str,
-        manifest: Manifest,
-        stored: Mapping[str, StoredBlocks],
-        own: Iterable[str],
+        attempt: SaveAttempt,
+        own: Iterable[OwnFile],
+        kinds: Iterable[str],
+        *,
+        is_healthy: bool,
     ) -> None:
-        """Record the files of a committed save that this rank wrote, which a later may share."""
+        """Record a committed save and the files of this rank, which a later save may share."""
         files: dict[str, _Origin] = {}
-        for name in own:
-            entry = manifest.files[name]
+        for file in own:
             written = _Origin(
-                folder=folder, name=name, entry=entry, stored=stored.get(name), is_verified=False
+                folder=attempt.folder,
+                name=file.name,
+                entry=file.entry,
+                stored=file.stored,
+                is_verified=False,
             )
-            plain = plain_file(name)
-            files[plain] = self._linked.get(plain, written)
+            files[file.plain] = self._linked.get(file.plain, written)
         self._linked.clear()
-        self._newest = _Kind(frozenset(manifest.components), not manifest.unhealthy)
+        self._newest = _Kind(frozenset(kinds), is_healthy)
         commits = self._commits.setdefault(self._newest, [])
-        commits.append(_Commit(folder=folder, files=files))
+        commits.append(_Commit(folder=attempt.folder, digest=attempt.digest, files=files))
         del commits[:-_MOST_REMEMBERED]
 
     def _is_large(self, origin: _Origin) -> bool:
@@ -166,20 +191,20 @@ class Links:
         for commit in reversed(commits[:]):
             if len(found) == 2:
                 break
-            if self._is_valid(commit.folder):
+            if self._is_valid(commit):
                 found.append(commit)
             else:
                 commits.remove(commit)
         return found[::-1]
 
-    def _is_valid(self, folder: str) -> bool:
-        catalog = Catalog(self._store)
+    def _is_valid(self, commit: _Commit) -> bool:
+        key = f"{commit.folder}/{layout.MANIFEST}"
         try:
-            marks, register = catalog.marks(folder), catalog.read(folder)
+            marks = Catalog(self._store).marks(commit.folder)
+            found = read_if_there(self._store, key, digest_of, max_nbytes=MAX_MANIFEST_NBYTES)
         except (FormatError, SealError):
             return False
-        is_marked = marks.rejected or marks.retired or marks.thinned
-        return isinstance(register, Manifest) and not is_marked
+        return found == commit.digest and not (marks.rejected or marks.retired or marks.thinned)
 
     def _is_one_file(self, origin: _Origin, folder: str) -> bool:
         """Whether a folder has, or may have, `origin` as a hard link to the same file on disk."""

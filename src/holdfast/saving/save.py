@@ -54,7 +54,7 @@ from holdfast.root.commit import (
     remove_files,
 )
 from holdfast.saving.compression import Compressing
-from holdfast.saving.links import Links
+from holdfast.saving.links import Links, LinkSource
 from holdfast.saving.participants import Gathered, OwnFile, OwnPart, SaveParticipant
 from holdfast.saving.write_files import FileToWrite, write_files
 from holdfast.staging.interfaces import BytesContent, Content, KnownFile, Staged
@@ -175,9 +175,10 @@ def write(
     began = time.perf_counter()
     try:
         files = AttemptFiles(attempt, staged, tools, joint)
+        links = files.find_link_source(request)
         if leading is not None:
-            leading.announce_folder(store, attempt, staged.trees)
-            _write_own(files, request, files.iterate_tensor_files(), overlapped)
+            leading.announce_folder(store, attempt, staged, links)
+            _write_own(files, request, links, files.iterate_tensor_files(), overlapped)
             leading.copy_to_partner(store, attempt, files.own, files.held, tools.writers)
             progress.enter(SavePhase.GATHERING, attempt.folder)
             gathered = leading.collect_written(files.own, staged)
@@ -185,7 +186,7 @@ def write(
             files.write_attempt_files(files.trees(gathered.trees))
         else:
             contents = chain(files.trees(staged.trees), files.iterate_tensor_files())
-            _write_own(files, request, contents, overlapped)
+            _write_own(files, request, links, contents, overlapped)
         write_index(files)
         request.timings["write_s"] = time.perf_counter() - began
         manifest = manifest_of(attempt, staged.kinds, request, files, joint.world_size)
@@ -205,7 +206,7 @@ def write(
             tools.owner.unclear.add(attempt.folder)
     if leading is not None:
         leading.succeed(store, attempt, manifest)
-    files.record_commit(manifest, request)
+    files.record_commit(request, is_healthy=not manifest.unhealthy)
     return attempt, manifest
 
 
@@ -221,7 +222,7 @@ def _write_as_follower(
     began = time.perf_counter()
     files = AttemptFiles(attempt, staged, tools, joint)
     try:
-        _write_own(files, request, files.iterate_tensor_files(), overlapped)
+        _write_own(files, request, joint.links, files.iterate_tensor_files(), overlapped)
         if joint.is_apart:
             check_sizes(files)
         joint.copy_to_partner(tools.store, attempt, files.own, files.held, tools.writers)
@@ -237,18 +238,20 @@ def _write_as_follower(
     request.timings["write_s"] = time.perf_counter() - began
     joint.post_files(files.own, staged)
     manifest = joint.outcome(tools.store, attempt)
-    files.record_commit(manifest, request)
+    files.record_commit(request, is_healthy=not manifest.unhealthy)
     return attempt, manifest
 
 
 def _write_own(
     files: AttemptFiles,
     request: SaveRequest,
+    links: LinkSource,
     contents: Iterable[FileToWrite],
     overlapped: Overlapped | None,
 ) -> None:
     """In the save thread: write this rank's files; wait until all is copied and durable."""
-    files.prepare_files(request)
+    files.tools.compressing.prepare_save()
+    files.tools.links.prepare_links(links)
     files.write_attempt_files(contents)
     request.timings["stage_s"] += files.staged.transfer.waited_s
     files.progress.enter(SavePhase.COPYING)
@@ -315,11 +318,10 @@ class AttemptFiles:
         self._nbytes_written = 0
         """Plain bytes of the files that were written, not linked."""
 
-    def prepare_files(self, request: SaveRequest) -> None:
-        """Prepare to compress and to link files. In the save thread."""
-        self.tools.compressing.prepare_save()
+    def find_link_source(self, request: SaveRequest) -> LinkSource:
+        """In the save thread: find the checkpoint whose unchanged files may be linked."""
         point = request.claim.resumed_from
-        self.tools.links.prepare_links(
+        return self.tools.links.find_source(
             self.staged.kinds,
             is_healthy=not request.unhealthy,
             resumed_from=None if point is None else point.folder,
@@ -483,10 +485,11 @@ class AttemptFiles:
             frozen=self._frozen.get(name),
         )
 
-    def record_commit(self, manifest: Manifest, request: SaveRequest) -> None:
+    def record_commit(self, request: SaveRequest, *, is_healthy: bool) -> None:
         """In the save thread: remember the committed files for links, and the speed of writing."""
-        own = [file.name for file in self.own if file.name not in self.of_others]
-        self.tools.links.record_linkable_files(self.attempt.folder, manifest, self.stored, own)
+        own = [file for file in self.own if file.name not in self.of_others]
+        kinds, links = self.staged.kinds, self.tools.links
+        links.record_linkable_files(self.attempt, own, kinds, is_healthy=is_healthy)
         self.tools.compressing.record_commit(self._nbytes_written, request.timings["write_s"])
 
 

@@ -5,6 +5,7 @@ A note is announced by the leader to all ranks; a post is sent to the leader by 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -12,19 +13,25 @@ import msgspec
 from blake3 import blake3
 
 from holdfast.encryption.store import WrittenSeal
+from holdfast.errors import FormatError
 from holdfast.format import blocks, layout
 from holdfast.format.codec import CodecName
 from holdfast.format.index import StoredBlocks
-from holdfast.format.manifest import FileEntry
+from holdfast.format.layout import MAX_TREE_NBYTES
+from holdfast.format.manifest import FileEntry, Manifest, decode_committed
 from holdfast.ownership.claim import Claim
 from holdfast.ranks.coordinator import RankFailure
+from holdfast.saving.links import LinkSource
 from holdfast.saving.participants import OwnFile
 from holdfast.saving.probe import ProbeNote
 from holdfast.saving.shard_plan import Part
 from holdfast.staging.interfaces import Staged
+from holdfast.store.base import Buffer
 
 NAMES_NBYTES = 4
 """Length of the digest of the names of metrics and settings, and of each value."""
+MAX_BASE_NBYTES = 1 << 15
+"""Most bytes of a tree that zlib refers to."""
 WARNING_NBYTES = 8
 """Length of the digest of one warning."""
 
@@ -100,8 +107,11 @@ class FolderNote(msgspec.Struct, frozen=True):
     save_id: str
     trees: dict[str, bytes]
     """Digest of the leader's tree of each component."""
+    bases: dict[str, bytes]
+    """The leader's trees of components that differ by rank, unless they are long."""
     claim: bytes
     """The leader's claim, for other hosts' disks; empty: all ranks share one."""
+    links: LinkSource
 
 
 class OutcomeNote(msgspec.Struct, frozen=True):
@@ -111,6 +121,14 @@ class OutcomeNote(msgspec.Struct, frozen=True):
     """Why the leader does not know. The register tells."""
     documents: dict[str, bytes] = {}
     """Trees, index and manifest, for other hosts' disks."""
+    digest: str = ""
+    """Digest of the manifest; empty if it is in doubt."""
+    stored_nbytes: int = 0
+    """Stored bytes of all files."""
+
+    def decode_manifest(self, data: Buffer, *, what: str) -> Manifest | None:
+        """Decode the manifest that was put; None if `data` is another one."""
+        return decode_committed(data, what=what, digest=self.digest, nbytes=self.stored_nbytes)
 
 
 class CopiedPost(msgspec.Struct, frozen=True):
@@ -199,10 +217,28 @@ class FilesPost(msgspec.Struct, frozen=True, array_like=True):
     layout: bytes
     """Digest of the places of its boxes."""
     trees: dict[str, bytes]
-    """Trees that differ from the leader's."""
+    """Trees that differ from the leader's, shortened by `shorten_tree`."""
 
 
 LeaderNote: TypeAlias = PlanNote | PartNote | QuestionNote | HostsNote | ProbeNote | WaitNote
+
+
+def shorten_tree(tree: bytes, base: bytes) -> bytes:
+    """Compress a tree of one rank, of which most is in the leader's tree `base`."""
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS, zdict=base)
+    return packer.compress(tree) + packer.flush()
+
+
+def expand_tree(data: bytes, base: bytes) -> bytes:
+    """Restore a tree from `shorten_tree`; raises `FormatError`."""
+    packed = zlib.decompressobj(wbits=-zlib.MAX_WBITS, zdict=base)
+    try:
+        tree = packed.decompress(data, MAX_TREE_NBYTES)
+    except zlib.error as error:
+        raise FormatError(f"the tree of a rank cannot be read: {error}") from error
+    if not packed.eof:
+        raise FormatError(f"the tree of a rank is cut short, or above {MAX_TREE_NBYTES:,} bytes")
+    return tree
 
 
 def digest_records(recorded: Mapping[str, str]) -> bytes:

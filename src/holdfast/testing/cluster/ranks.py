@@ -26,7 +26,8 @@ from holdfast.ownership.claim import Choice, claim_run
 from holdfast.ownership.owner import Following, Ownership
 from holdfast.policy.rules import Last
 from holdfast.ranks.coordinator import Coordinator, RankFailure
-from holdfast.root.catalog import Catalog, Entry
+from holdfast.results import build_checkpoint
+from holdfast.root.catalog import Catalog, Entry, Marks
 from holdfast.saving.compression import Compressing
 from holdfast.saving.distributed import DistributedSaves
 from holdfast.saving.links import Links
@@ -221,8 +222,9 @@ class VirtualRank:
         joint.is_under_way = True
         try:
             joint.agree_on_plan(self.owner)
-            attempt, _ = write(self.tools, staged, request, joint)
+            attempt, manifest = write(self.tools, staged, request, joint)
         except BaseException as error:
             joint.report_failure(error)
             raise
-        return attempt.folder
+        entry = Entry(name=attempt.name, folder=attempt.folder, manifest=manifest, marks=Marks())
+        return build_checkpoint(self.store, entry).folder

@@ -8,6 +8,7 @@ that is not there. That is cheaper than to keep the states of all.
 from __future__ import annotations
 
 import gc
+import logging
 import statistics
 import time
 from collections import defaultdict
@@ -27,8 +28,10 @@ from holdfast.system import PROC, peak_nbytes, resident_nbytes
 from holdfast.testing.cluster.ranks import VirtualRank
 from holdfast.testing.cluster.state import Cluster, VirtualShare
 
+_LOGGER = logging.getLogger(__name__)
 _NUM_SAMPLED = 32
 """Followers that make the later save, and that are timed."""
+_LOGGED_EVERY = 1000
 _TIMEOUT_S = 1e6
 
 
@@ -60,6 +63,7 @@ def measure_saves(cluster: Cluster) -> tuple[SaveCosts, SaveCosts]:
 
     All ranks make the first save. The later one is made by the leader and by some followers: what
     these post must be what they posted in the first save, or equal on all, and so the others do.
+    The progress is logged at the level INFO.
 
     Raises:
         RanksError: the posts of a later save depend on the rank in another way.
@@ -226,6 +230,8 @@ class _Measurement:
         self._pause_leader()
         for rank in self._sampled if self._number > 1 else range(1, self._cluster.num_ranks):
             self._run_follower(rank)
+            if rank % _LOGGED_EVERY == 0:
+                _LOGGER.info("%s: %d of %d ranks", tag, rank, self._cluster.num_ranks)
         if self._number > 1:
             self._repeat_posts(tag)
         self._continue_leader()
