@@ -159,9 +159,9 @@ RUNS = (
     Limit("first save: modules run", 82, _FEWER_PARTS),
     Limit(
         "first save: lines run",
-        3_540,
+        3_545,
         _FEWER_PARTS,
-        reason="a manifest that lists the files of hosts",
+        reason="a manifest that lists the files of hosts, and its digest",
     ),
     Limit("later save: modules run", 79, _FEWER_PARTS),
     Limit(

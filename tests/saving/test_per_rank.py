@@ -281,9 +281,9 @@ def test_a_shortened_tree_is_whole_or_refused() -> None:
     short = shorten_tree(tree, base)
     assert len(short) < len(tree)
     assert expand_tree(short, base) == tree
-    with pytest.raises(errors.FormatError, match="cut short"):
+    with pytest.raises(errors.FormatError, match="damaged"):
         expand_tree(short[:-2], base)
-    with pytest.raises(errors.FormatError, match="cannot be read"):
+    with pytest.raises(errors.FormatError, match="damaged"):
         expand_tree(b"\xff" + short, base)
-    with pytest.raises(errors.FormatError, match="above"):
+    with pytest.raises(errors.FormatError, match="damaged"):
         expand_tree(shorten_tree(bytes(MAX_TREE_NBYTES + 1), base), base)

@@ -324,8 +324,8 @@ class _RanksSave(SaveParticipant):
         if self._left_s() == 0:
             raise DeadlineExceeded(
                 f"{self._tag(part)} (step {self._step}): save_timeout_s="
-                f"{self._together.timeout_s:g} passed on rank {self.rank} while it waited for the "
-                "other ranks. All ranks must call the same saves in the same order"
+                f"{self._together.timeout_s:g} passed on rank {self.rank} while it waited for "
+                "others. All ranks must call the same saves in the same order"
             )
 
     def _files_post(
@@ -374,8 +374,8 @@ class _RanksSave(SaveParticipant):
         self._plan_id, self._part = plan_id, part
         if staged is not None and (staged.written, staged.files) != (part.written, part.files):
             raise RanksError(
-                f"rank {self.rank}: the leaves of another rank have changed, and so the part of "
-                "this rank, after it was copied. The next save makes a new plan"
+                f"rank {self.rank}: another rank's leaves have changed, and so this rank's part, "
+                "after it was copied. The next save makes a new plan"
             )
 
     def _know(self, plan_id: str) -> None:
@@ -784,8 +784,8 @@ class LeadingSave(_RanksSave):
         if texts:
             self._together.warn(
                 f"save of step {self._step}: ranks have different values, and checkpoints record "
-                f"those of rank {LEADER}:\n{listing(texts)}\nReduce metrics over the ranks before "
-                "the save, for instance with torch.distributed.all_reduce. Leave out of config "
+                f"those of rank {LEADER}:\n{listing(texts)}\nReduce metrics before the save, "
+                "for instance with torch.distributed.all_reduce. Leave out of config "
                 "what differs on purpose"
             )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TypeAlias
 
 import msgspec
@@ -232,13 +233,11 @@ def shorten_tree(tree: bytes, base: bytes) -> bytes:
 def expand_tree(data: bytes, base: bytes) -> bytes:
     """Restore a tree from `shorten_tree`; raises `FormatError`."""
     packed = zlib.decompressobj(wbits=-zlib.MAX_WBITS, zdict=base)
-    try:
+    with suppress(zlib.error):
         tree = packed.decompress(data, MAX_TREE_NBYTES)
-    except zlib.error as error:
-        raise FormatError(f"the tree of a rank cannot be read: {error}") from error
-    if not packed.eof:
-        raise FormatError(f"the tree of a rank is cut short, or above {MAX_TREE_NBYTES:,} bytes")
-    return tree
+        if packed.eof:
+            return tree
+    raise FormatError("a rank's tree is damaged")
 
 
 def digest_records(recorded: Mapping[str, str]) -> bytes:
