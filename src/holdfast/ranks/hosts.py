@@ -275,9 +275,8 @@ def _group_ranks(answers: Sequence[bytes]) -> _HostsNote:
         if looks[LEADER].sees_remote and look.sees_remote is False:
             raise NotShared(
                 f"{look.remote} on {look.host} (rank {rank}) is not {looks[LEADER].remote} on "
-                f"{looks[LEADER].host}: a file that the leader has put there is not seen. The "
-                "remote tier must be one place for all hosts: mount the same storage on each, or "
-                "use an object store"
+                f"{looks[LEADER].host}: a file that the leader has put there is not seen. "
+                "Mount the same storage on all hosts, or use an object store"
             )
     firsts = [looks[lowest] for lowest in numbers]
     return _HostsNote(tuple(of_rank), _name_hosts([(look.host, look.root) for look in firsts]))

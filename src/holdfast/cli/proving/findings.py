@@ -290,8 +290,8 @@ def _causes_of_resume(pair: ComparedPair, differences: Sequence[RunDifference]) 
     elif pair.has_position and not (moved or rates or found & {"steps", "generators"}):
         yield (
             "outside of the state: the training uses something that no component holds, such as "
-            "an EMA or teacher, a target network, a hidden state, a batch that was fetched ahead, "
-            "a replay buffer, an environment, a running mean or a counter. Add it to the state"
+            "an EMA or teacher, a hidden state, a prefetched batch, a replay buffer or an "
+            "environment. Add it to the state"
         )
 
 
