@@ -230,7 +230,7 @@ def test_the_error_for_a_log_of_counters_names_the_option_that_draws_them(
     for path in (run / "history", *run.glob("step-*")):
         shutil.rmtree(path)
     result = holdfast("plot", run)
-    assert (result.code, "only epoch; --metric NAME draws" in result.err) == (3, True)
+    assert (result.code, "only epoch; draw them by --metric" in result.err) == (3, True)
     assert holdfast("plot", run, "--metric", "epoch").code == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -243,9 +244,10 @@ def num_heartbeats() -> int:
 
 
 def test_heartbeats_end_with_their_manager_and_with_its_store(server: Server) -> None:
+    gc.collect()  # threads of earlier tests end
     kept = met(["a", "b"], set(), client(server.port))
     closed = met(["a", "b"], set())
-    until(lambda: num_heartbeats() == 4)  # the threads of earlier tests may be ending
+    until(lambda: num_heartbeats() == 4)
     for rank in closed:
         rank.close()
     until(lambda: num_heartbeats() == 2)

@@ -514,7 +514,7 @@ class Mounted(LocalStore):
 
 def test_a_remote_folder_that_hosts_do_not_share_is_refused_at_the_start(tmp_path: Path) -> None:
     views = [Mounted(tmp_path / "remote" / host) for host in "aab"]
-    with pytest.raises(errors.NotShared, match="must be one place for all hosts"):
+    with pytest.raises(errors.NotShared, match="Mount the same storage on all hosts"):
         on_hosts(tmp_path, "aab", views, saves(1))
     assert not [*tmp_path.glob("*/step*")]
     assert not [*(tmp_path / "remote").glob("*/*")]

@@ -28,7 +28,7 @@ from holdfast.cli.web.site import Static
 
 Command = Callable[..., Result]
 LEAST = "import sys\nfrom holdfast.cli import main\nsys.argv = ['holdfast', *sys.argv[1:]]\nmain()"
-HUNG = "import threading\nfrom holdfast.cli.web import runs\nruns.list_root = lambda root: "
+HUNG = "import threading\nfrom holdfast.cli.web import site\nsite.list_root = lambda root: "
 HUNG += f"threading.Event().wait()\n{LEAST}"
 """The command, with roots that are never listed."""
 

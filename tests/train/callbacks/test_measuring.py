@@ -164,12 +164,12 @@ def test_the_log_has_the_rates_of_each_step(tmp_path: Path) -> None:
     [
         (lambda: SpeedMonitor(0), "window=0"),
         (lambda: SpeedMonitor("x"), "window"),  # type: ignore[arg-type]
-        (lambda: SpeedMonitor(peak_flops=1e12), "give peak_flops, and one of"),
-        (lambda: SpeedMonitor(flops_per_token=1.0), "give peak_flops, and one of"),
+        (lambda: SpeedMonitor(peak_flops=1e12), "give peak_flops, and either"),
+        (lambda: SpeedMonitor(flops_per_token=1.0), "give peak_flops, and either"),
         (lambda: SpeedMonitor(flops_per_token=-1.0, peak_flops=1.0), "must be above zero"),
         (
             lambda: SpeedMonitor(flops_per_token=1.0, flops_per_sample=1.0, peak_flops=1.0),
-            "one of flops_per_sample",
+            "either flops_per_sample",
         ),
     ],
 )

@@ -362,11 +362,11 @@ def test_one_object_is_no_metric_of_training_and_of_validation() -> None:
     """The validation would reset it in the middle of an epoch."""
     metric = OwnSaved()
     validation = Validation(data=Loader(samples(), batch_size=3), metrics={"same": metric})
-    with pytest.raises(UsageError, match=r"'same'.*one for each"):
+    with pytest.raises(UsageError, match=r"'same'.*an object for each"):
         trainer(MemoryStore(), metrics={"own": metric}, validate=validation)
     training = trainer(MemoryStore(), metrics={"own": metric})
     for evaluate in (training.test, lambda given: training.validate(data=given)):
-        with pytest.raises(UsageError, match=r"'same'.*one for each"):
+        with pytest.raises(UsageError, match=r"'same'.*an object for each"):
             evaluate(validation)
 
 
