@@ -46,6 +46,8 @@ NUM_LOADS = 5
 """Of each library in each round, in turns."""
 _BYTES_A_WEIGHT = 12
 """The weight and the two moments of AdamW, in float32."""
+Closing: TypeAlias = Callable[[], None]
+"""What ends a load, and belongs to none: a run goes on with its manager."""
 _UNITS: Mapping[str, int] = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SAVES: Mapping[str, str] = {
     "ranks/save/bare": "bare writers: `write` and `fsync` of each rank",
@@ -211,13 +213,14 @@ class Round:
                         took_s = self._time_load(place, load, saved, is_cold=figure == "cold_s")
                         self.add(f"ranks/load/{name}", figure, took_s)
 
-    def _resume(self, folder: Path) -> None:
+    def _resume(self, folder: Path) -> Closing:
         from holdfast import CheckpointManager
 
-        with CheckpointManager(folder, self.components) as manager:
-            manager.resume()
+        manager = CheckpointManager(folder, self.components)
+        manager.resume()
+        return manager.close
 
-    def _load_by_dcp(self, folder: Path) -> None:
+    def _load_by_dcp(self, folder: Path) -> Closing:
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict
 
@@ -229,9 +232,10 @@ class Round:
             model_state_dict=nested["model"],
             optim_state_dict=nested["optimizer"],
         )
+        return lambda: None
 
     def _time_load(
-        self, folder: Path, load: Callable[[Path], None], saved: list[float], *, is_cold: bool
+        self, folder: Path, load: Callable[[Path], Closing], saved: list[float], *, is_cold: bool
     ) -> float:
         """Load from files that are in the page cache, or not; the values must be those saved."""
         self.state.change()
@@ -239,8 +243,9 @@ class Round:
             (drop_cache if is_cold else fill_cache)(folder)
         self.get_ready()
         start = perf_counter()
-        load(folder)
+        close = load(folder)
         took_s = perf_counter() - start
+        close()
         if self.state.sums() != saved:
             raise RuntimeError(f"{folder.name}: the values are not those that were saved")
         return took_s
