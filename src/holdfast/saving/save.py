@@ -91,7 +91,7 @@ class SaveRequest:
 
 
 class StagedRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank has staged whole: the arenas beside the record hold its tensor files."""
+    """Record that one rank has staged a save whole: the arenas next to it hold its tensor files."""
 
     process: Process
     root: str

@@ -401,7 +401,7 @@ class StoreContract:
         assert store.get("a/b") == b"a/b"
 
     def test_a_folder_is_deleted_only_when_nothing_is_in_it(self, store: Store) -> None:
-        """Nothing is deleted but by its own key."""
+        """Deletion of a key leaves all others."""
         keys = ["a-b", "a/b", "a/c/d", "ab"]
         self.fill(store, *keys)
         for folder in ("a/", "a/c/"):

@@ -100,7 +100,7 @@ class ResumeNote(msgspec.Struct, frozen=True):
 
 @dataclass(kw_only=True)
 class VirtualRank:
-    """One rank of one life of the run."""
+    """Virtual rank in one life of the run."""
 
     layout: Cluster
     ranks: Coordinator

@@ -84,7 +84,7 @@ def simulate(
 
 
 class _Life:
-    """One group of ranks, and the processes that they are in."""
+    """Group of ranks, with their processes."""
 
     def __init__(self, number: int, ranks: list[VirtualRank], network: Network) -> None:
         self.number = number
