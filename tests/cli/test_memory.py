@@ -114,7 +114,9 @@ def test_a_training_outlives_its_killed_supervisor_whose_folder_the_next_removes
     assert not folder.exists()
 
 
-def test_the_next_supervisor_finishes_what_a_killed_one_had_left(tmp_path: Path) -> None:
+def test_the_next_supervisor_finishes_what_a_killed_one_had_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Both are killed, as by a container's end: first the supervisor, then its training."""
     root, go = tmp_path / "run", tmp_path / "go"
     options = {"until": 4, "at": 3, "die": "before the manifest", "once": str(tmp_path / "died")}
@@ -127,6 +129,15 @@ def test_the_next_supervisor_finishes_what_a_killed_one_had_left(tmp_path: Path)
         go.touch()
         told += map(json.loads, running.stdout.read().splitlines())  # until the training ends
     assert steps_of(root) == [1, 2]
+    monkeypatch.setattr(run_module, "PLACE", folder.parent)
+    root.rename(tmp_path / "unmounted")
+    root.mkdir()
+    remove_stale_folders()
+    err = capfd.readouterr().err
+    assert f"{root}: absent or empty. Is its disk mounted?" in err
+    assert f"{folder} stays, with an unfinished save:" in err
+    root.rmdir()
+    (tmp_path / "unmounted").rename(root)
     with supervise(root, **options) as running:
         out, err = running.communicate(timeout=DEADLINE_S)
     assert running.returncode == 0, err

@@ -85,7 +85,7 @@ class StagingMemory:
         trace: TracebackType | None,
     ) -> None:
         if self._folder is not None:
-            self._folder.remove()
+            _remove_finished(self._folder)
             os.close(self._lock)
 
     @property
@@ -127,7 +127,7 @@ class FinishingChild(Child):
 
 
 def remove_stale_folders() -> None:
-    """Remove the folders that no process uses any more, and finish the saves that are in them."""
+    """Finish the saves in folders that no process uses any more, then remove the folders."""
     for path in PLACE.glob(f"{_PREFIX}*"):
         try:
             found = path.lstat()
@@ -141,9 +141,19 @@ def remove_stale_folders() -> None:
         try:
             if folder.is_unfinished:
                 _finish_alone(folder, lock)
-            folder.remove()
+            _remove_finished(folder)
         finally:
             os.close(lock)
+
+
+def _remove_finished(folder: SharedFolder) -> None:
+    if folder.is_unfinished:
+        write_message(
+            f"{folder.path} stays, with an unfinished save: the next holdfast run --memory tries "
+            "again, or delete it"
+        )
+    else:
+        folder.remove()
 
 
 def _finish_alone(folder: SharedFolder, lock: int) -> None:
@@ -156,9 +166,7 @@ def _finish_alone(folder: SharedFolder, lock: int) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         fault = str(error)
     if fault:
-        write_message(
-            f"saves that a killed holdfast run had left in {folder.path} are lost: {fault}"
-        )
+        write_message(f"saves in {folder.path} were not finished: {fault}")
 
 
 class RunSession(Document, frozen=True):

@@ -90,10 +90,7 @@ def finish_saves(folder: SharedFolder, say: Say, *, are_dead: bool = False) -> N
         except _NotFinished as why:
             say(f"{what} is left alone: {why}")
         except (StoreError, OSError) as error:
-            say(
-                f"{what} was not finished: {error}. It is tried again if the next training ends "
-                "before it has claimed the run"
-            )
+            say(f"{what} was not finished: {error}. It will be tried again")
             continue
         except HoldfastError as error:
             say(f"{what} was not finished: {error}")
@@ -112,6 +109,7 @@ def _saves_in(folder: SharedFolder, say: Say) -> list[list[DeadRank]]:
             record = read_record(path, STAGED_RECORDS)
         except (OSError, CorruptData) as error:
             say(f"a staged save is left alone: {error}")
+            own.settle()
             continue
         step, claim = record.request.timestamp.step, record.request.claim
         key = (record.root, claim.nonce, record.part.save, step)
@@ -129,7 +127,10 @@ def _finish_save(ranks: Sequence[DeadRank]) -> str:
         raise _NotFinished(
             f"{len(ranks)} of {world_size} ranks had staged it whole on this host; all have to"
         )
-    store = LocalStore(first.root)
+    root = Path(first.root)
+    if not root.is_dir() or not any(root.iterdir()):
+        raise StoreError(f"{root}: absent or empty. Is its disk mounted?")
+    store = LocalStore(root)
     sequence = _next_sequence(store, first, [rank.record.process for rank in ranks])
     claim = first.request.claim
     # Before the attempt exists: gc must not take the epoch for one with nothing in flight.
