@@ -138,7 +138,7 @@ def test_a_first_resume_is_measured_in_each_condition(tmp_path: Path) -> None:
     results, printed = _run(
         tmp_path, "bench.resumes", *("--size-gb", "0.01", "--rounds", "1", "--memories", "ready")
     )
-    assert len(results.names("resumes/")) == 4 * 5
+    assert len(results.names("resumes/")) == 4 * 6
     assert not results.has_failed
     assert printed.count("| holdfast, `resume()` |") == 4
 
