@@ -67,13 +67,14 @@ def plan_retention(
     Leaves out checkpoints of epochs after `epoch`, the caller's: a later writer decides on them.
     Those from before a fresh start are left out too, and so stay.
     """
-    first = catalog.fresh_epoch()
+    lineage = {name.order for name in catalog.lineage()}
+    first = catalog.fresh_epoch(anew=False)
     by_order = {entry.order: entry for entry in entries if first <= entry.name.epoch <= epoch}
     decisions = judge(
         [candidate(catalog.store, entry) for entry in by_order.values()],
         rule,
         resumed_from=resumed_from,
-        lineage={name.order for name in catalog.lineage()},
+        lineage=lineage,
         replaces=replaces,
         share_files=lambda a, b: share_files(catalog.store, by_order[a], by_order[b]),
     )

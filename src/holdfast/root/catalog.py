@@ -461,13 +461,14 @@ class Catalog:
             else:
                 epoch, last = point.order
 
-    def fresh_epoch(self) -> int:
+    def fresh_epoch(self, *, anew: bool = True) -> int:
         """Return the epoch of the fresh start with which the lineage begins; 0 if there was none.
 
         A fresh start is a rollback to nothing. Checkpoints of earlier epochs are of another run,
-        which stays: they count neither for a resume nor for retention.
+        which stays: they count neither for a resume nor for retention. Without `anew`, only return
+        what the last whole `lineage` found.
         """
-        for _ in self.lineage():
+        for _ in self.lineage() if anew else ():
             pass
         return self._fresh_epoch
 
