@@ -27,6 +27,8 @@ except ImportError:  # Windows
 
 PROC = "/proc"
 """Folder in which Linux shows processes; missing elsewhere."""
+CGROUPS = "/sys/fs/cgroup"
+"""Folder in which Linux shows control groups, by which containers limit memory."""
 OPENS_FOLDERS = os.open in os.supports_dir_fd
 """Whether names can be used inside an open folder, on which all writing rests; not on Windows."""
 CLOSED_ON_EXEC = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -263,6 +265,23 @@ def _memory_nbytes(line: str, name: str) -> int | None:
         size: int | None = getattr(psutil.Process().memory_info(), name, None)
         return size
     return None
+
+
+def memory_limit() -> int | None:
+    """Return the limit of this process's cgroups on memory, /dev/shm included; None without one."""
+    limits: list[int] = []
+    with suppress(OSError):  # no Linux, or cgroups are hidden
+        for line in Path(f"{PROC}/self/cgroup").read_text().splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers in ("", "memory"):
+                # Version 2 has one tree of all controllers, version 1 one for each.
+                root = Path(CGROUPS) / controllers
+                file = "memory.limit_in_bytes" if controllers else "memory.max"
+                group = root / name.lstrip("/")
+                for folder in (group, *group.parents):
+                    with suppress(OSError, ValueError):  # "max": no limit
+                        limits.append(int((folder / file).read_text()))
+    return min(limits, default=None)
 
 
 class Found(NamedTuple):

@@ -18,6 +18,7 @@ from tests.cli.roots import Result
 
 import warm
 from children import environment
+from holdfast import system
 from holdfast.cli import run as run_module
 from holdfast.cli.run import StagingMemory, remove_stale_folders
 from holdfast.errors import UsageError
@@ -207,6 +208,29 @@ def test_more_than_there_is_is_refused(holdfast: Any) -> None:
     result: Result = holdfast("run", "--memory", "900TB", "true")
     assert result.code == 2
     assert "bytes free" in result.err
+
+
+@pytest.mark.parametrize(
+    ("line", "file"),
+    [
+        ("0::/job", "job/memory.max"),
+        ("4:memory:/job", "memory/job/memory.limit_in_bytes"),
+        ("0::/job/step", "job/memory.max"),
+    ],
+)
+def test_more_than_a_container_may_use_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, file: str
+) -> None:
+    for name, text in (("self/cgroup", f"9:pids:/\n{line}\n"), (file, "2000000\n")):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(system, "PROC", str(tmp_path))
+    monkeypatch.setattr(system, "CGROUPS", str(tmp_path))
+    with pytest.raises(UsageError, match="its cgroup has 2,000,000 bytes"):
+        StagingMemory("3MB").__enter__()
+    assert list(place.iterdir()) == []
+    (tmp_path / file).write_text("max")
+    assert system.memory_limit() is None
 
 
 @pytest.mark.parametrize("size", ["0", "8", "8.5", "8 ", "0GB", "999kB", "1000000"])

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from holdfast.ownership.claim import (
     Claim,
     check_owner,
     claim_run,
+    is_closed,
     is_still_right,
     nothing_in_flight,
     put_closed,
@@ -322,6 +324,16 @@ def test_a_closed_epoch_has_nothing_in_flight_and_a_dead_process_only_locally(
     assert not nothing_in_flight(remote, claim.epoch)
     put_closed(remote, claim)
     assert nothing_in_flight(remote, claim.epoch)
+
+
+def test_the_close_of_another_claim_of_the_epoch_does_not_count() -> None:
+    """A claim of the remote tier replaces an unused local one, whose close stays."""
+    store = MemoryStore()
+    claim = claim_run(store, repeat(Choice(point=None)), takeover=False, emit=QUIET)
+    put_closed(store, replace(claim, nonce="0" * 32))
+    assert is_closed(store, 1)
+    assert is_closed(store, 1, "0" * 32)
+    assert not is_closed(store, 1, claim.nonce)
 
 
 IDENTITY = """

@@ -140,7 +140,7 @@ def owner_of(store: Store, catalog: Catalog) -> Owner | None:
         return None
     if writer is None:
         return None
-    state = "closed" if is_closed(store, epoch) else liveness(writer.process)
+    state = "closed" if is_closed(store, epoch, writer.nonce) else liveness(writer.process)
     return describe_owner(writer, "alive" if state == "ours" else state)
 
 

@@ -178,7 +178,7 @@ def _check_dead(store: Store, epoch: int) -> None:
         return  # An unreadable claim cannot be checked: believe the user.
     if writer is None and not 1 <= epoch <= newest:
         raise UsageError(f"--dead-epoch {epoch}: {store.url} has no writer {epoch}")
-    if writer is None or is_closed(store, epoch):
+    if writer is None or is_closed(store, epoch, writer.nonce):
         return
     if liveness(writer.process) in ("alive", "ours"):
         raise UsageError(

@@ -44,7 +44,7 @@ from holdfast.policy.rules import number_of_bytes
 from holdfast.root.catalog import Catalog
 from holdfast.staging.shared import ALL_DEAD, FINISH_S, SharedFolder, Supervisor
 from holdfast.store.base import Store
-from holdfast.system import user_number
+from holdfast.system import memory_limit, user_number
 
 PLACE = Path("/dev/shm")
 _PREFIX = "holdfast-"
@@ -66,6 +66,9 @@ class StagingMemory:
 
     def __enter__(self) -> StagingMemory:
         remove_stale_folders()
+        limit = memory_limit()
+        if limit is not None and self._nbytes > limit:
+            raise UsageError(f"--memory {self._nbytes:,}: its cgroup has {limit:,} bytes")
         space = os.statvfs(PLACE)
         free = space.f_bavail * space.f_frsize
         if self._nbytes > free:

@@ -182,7 +182,7 @@ class _RunOwner:
         is_new, self._epoch = epoch != self._epoch, epoch
         process = writer.process
         self.text = f"process {process.pid} on {process.host} (writer {epoch})"
-        if is_closed(self._store, epoch):
+        if is_closed(self._store, epoch, writer.nonce):
             raise self._gone(writer, "has ended cleanly")
         state = liveness(process)
         if state == "dead":

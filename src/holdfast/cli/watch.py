@@ -213,7 +213,7 @@ class Watcher:
         return describe_owner(claim, self._find_owner_state(claim))
 
     def _find_owner_state(self, claim: WriterRecord) -> OwnerState:
-        if is_closed(self._store, claim.epoch):
+        if is_closed(self._store, claim.epoch, claim.nonce):
             return "closed"
         state = liveness(claim.process)
         if state != "unknown":

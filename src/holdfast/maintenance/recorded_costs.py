@@ -111,7 +111,7 @@ def _starts(store: Store, claims: Sequence[WriterRecord]) -> Iterator[RecordedSt
 
 def ending_of(store: Store, claim: WriterRecord, following: WriterRecord | None) -> Ending:
     """Say how the process of a claim ended; `following` is the next claim, if there is one."""
-    if is_closed(store, claim.epoch):
+    if is_closed(store, claim.epoch, claim.nonce):
         return "closed"
     if following is not None and _is_same_process(claim.process, following.process):
         return "continued"

@@ -119,7 +119,7 @@ def is_held_here(owner: WriterRecord, *, patience_s: float = 0.0) -> bool:
 
 def is_live(store: Store, owner: WriterRecord, *, emit: Emitter, watch: Wait | None = None) -> bool:
     """Whether the process of a claim lives and has not closed it; False for this process."""
-    if is_closed(store, owner.epoch):
+    if is_closed(store, owner.epoch, owner.nonce):
         return False
     state = liveness(owner.process)
     if state != "unknown":
@@ -140,12 +140,13 @@ def is_live(store: Store, owner: WriterRecord, *, emit: Emitter, watch: Wait | N
     return False
 
 
-def is_closed(store: Store, epoch: int) -> bool:
-    """Whether the writer of an epoch recorded a clean close."""
+def is_closed(store: Store, epoch: int, nonce: str | None = None) -> bool:
+    """Whether the writer of an epoch, of the claim with this nonce, recorded a clean close."""
     try:
-        return read_if_there(store, layout.closed_key(epoch), Closed.decode) is not None
+        record = read_if_there(store, layout.closed_key(epoch), Closed.decode)
     except FormatError:
         return False
+    return record is not None and nonce in (None, record.nonce)
 
 
 def nothing_in_flight(store: Store, epoch: int) -> bool:

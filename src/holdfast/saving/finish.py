@@ -176,7 +176,7 @@ def _next_sequence(store: Store, record: StagedRecord, dead: Sequence[Process]) 
     claim, sequence = record.request.claim, record.request.sequence
     catalog = Catalog(store)
     writer = catalog.writer(claim.epoch)
-    if writer is None or writer.nonce != claim.nonce or is_closed(store, claim.epoch):
+    if writer is None or writer.nonce != claim.nonce or is_closed(store, claim.epoch, claim.nonce):
         raise _NotFinished(f"the claim of writer {claim.epoch} is gone or closed")
     if writer.process not in dead and liveness(writer.process) != "dead":
         raise _NotFinished(f"process {writer.process.pid}, writer {claim.epoch}, is not dead")
