@@ -383,5 +383,5 @@ def test_what_the_page_says_of_the_package_is_there() -> None:
     assert "Last" in holdfast.__all__
     assert "\nMOMENTS: " in (train / "callbacks/hooks.py").read_text("utf-8")
     assert "tell(Callback." in (train / "step/step.py").read_text("utf-8")
-    assert "def import_extra(" in (train.parent / "sinks/extras.py").read_text("utf-8")
+    assert "def import_extra(" in (train.parent / "arguments.py").read_text("utf-8")
     assert not hasattr(Callback, "before_clip"), "name a hook that is not there"

@@ -105,7 +105,6 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "access",
             "deletion",
-            "evaluations",
             "tiered",
         ),
     ),

@@ -1,4 +1,4 @@
-"""Type checks for the arguments of public functions, against their annotations.
+"""Type checks for the arguments of public functions, and imports of optional libraries.
 
 Only the outer type is checked: that `tags` is iterable, not that its items are text. All other
 checks belong to the function that takes the argument.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, fields
 from functools import cache, wraps
+from importlib import import_module
 from itertools import chain, repeat
 from numbers import Real
 from reprlib import Repr
@@ -154,3 +155,20 @@ def _describe_hint(hint: Any) -> str:
         return "None"
     is_class = isinstance(hint, type) and get_origin(hint) is None
     return _MODULES.sub("", hint.__name__ if is_class else str(hint))
+
+
+def import_extra(module: str, extra: str) -> Any:
+    """Import a module of an optional dependency, which `extra` of Holdfast installs."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UsageError(
+            f"{module} cannot be imported ({error}): pip install 'holdfast-torch[{extra}]'"
+        ) from error
+
+
+def expect_methods(name: str, value: object, methods: Sequence[str], what: str) -> None:
+    """Raise `UsageError` unless an argument has the methods of what it must be; None has none."""
+    missing = [method for method in methods if not callable(getattr(value, method, None))]
+    if missing:
+        raise UsageError(f"{name}={shown(value)}: must be {what} ({missing[0]} is missing)")

@@ -16,10 +16,10 @@ from tests.cli.roots import Result
 
 from children import environment
 from holdfast import CheckpointManager, Encryption
+from holdfast.cli.evaluate import Evaluations
 from holdfast.cli.supervisor import FORWARDED
 from holdfast.events import Emitter
 from holdfast.keys import from_file
-from holdfast.ownership.evaluations import Evaluations
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
 from holdfast.store.local import LocalStore

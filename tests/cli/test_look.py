@@ -320,11 +320,10 @@ def test_stats_of_named_tensors_reads_only_those(holdfast: Holdfast, looked: Pat
 
 _SHARED = """
 import holdfast.cli.stats as stats
-from holdfast.interop import forks
-forks.num_cores = lambda: 3
+stats.num_cores = lambda: 3
 stats._SHARED_NBYTES = 0
-run = forks.Forks.run
-forks.Forks.run = lambda self, function, tasks: print(
+run = stats.Forks.run
+stats.Forks.run = lambda self, function, tasks: print(
     *(f"{len(wanted)} of {url.rpartition('/')[2]}" for url, wanted, _ in tasks), file=sys.stderr
 ) or run(self, function, tasks)
 """

@@ -127,7 +127,7 @@ MUTANTS = (
         name="retention-takes-the-run-before-a-fresh-start",
         promise="I4: a fresh start leaves the checkpoints of the run before, whatever the rule",
         place="plan_retention",
-        before="    first = catalog.fresh_epoch()\n",
+        before="    first = catalog.fresh_epoch(anew=False)\n",
         after="    first = 0\n",
         near=("tests/loading/test_fresh_start.py",),
     ),

@@ -281,8 +281,7 @@ class _Proving:
         if not run.kills:
             self.set_verdict(
                 "unproved",
-                "the run ended before a kill: train more steps, or save earlier, so that there is "
-                "time between the first and the last checkpoint",
+                "the run ended before a kill: train more steps, or save earlier",
             )
         elif not (later and was_restarted):
             self.set_verdict(
@@ -298,8 +297,7 @@ class _Proving:
         elif not any(save.name.epoch > 1 for save in run.record.committed()):
             self.set_verdict(
                 "unproved",
-                "nothing was saved after a resume: train more steps, or save earlier, so that a "
-                "kill is followed by more than one save",
+                "nothing was saved after a resume: train more steps, or save earlier",
             )
         elif run.kept_roots != self.runs[0].kept_roots:
             self.set_verdict("unproved", "the killed run has other roots in {root} than the first")

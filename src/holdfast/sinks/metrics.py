@@ -14,11 +14,10 @@ from weakref import WeakKeyDictionary
 
 from typing_extensions import override
 
-from holdfast.arguments import check_arguments
+from holdfast.arguments import check_arguments, expect_methods, import_extra
 from holdfast.control.reporter import Reporter
 from holdfast.errors import UsageError
 from holdfast.events import Event
-from holdfast.sinks.extras import expect_methods, import_extra
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Upper bounds of the buckets of all histograms, in seconds."""

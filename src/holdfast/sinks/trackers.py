@@ -18,12 +18,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from holdfast.arguments import check_arguments
+from holdfast.arguments import check_arguments, expect_methods, import_extra
 from holdfast.control.reporter import Reporter
 from holdfast.errors import UsageError
 from holdfast.events import Event, Kind, url_without_secrets, without_secrets
 from holdfast.format.manifest import manifest_digest
-from holdfast.sinks.extras import expect_methods, import_extra
 
 logger = logging.getLogger("holdfast")
 

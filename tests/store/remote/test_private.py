@@ -46,7 +46,7 @@ def test_obstore_works_in_a_fork_after_a_remote_store_was_used() -> None:
 
 def test_the_obstore_of_other_code_stays_importable() -> None:
     """Loading a private copy leaves the modules of the process alone."""
-    from holdfast.store.remote.private import import_obstore
+    from holdfast.store.remote.opening import import_obstore
 
     before = {name: sys.modules[name] for name in sys.modules if name.startswith("obstore")}
     private = import_obstore("obstore")
@@ -57,7 +57,7 @@ def test_the_obstore_of_other_code_stays_importable() -> None:
 
 THREADS = """
 import threading
-from holdfast.store.remote.private import import_obstore
+from holdfast.store.remote.opening import import_obstore
 
 start, found = threading.Barrier(8), []
 

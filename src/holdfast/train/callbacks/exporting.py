@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from holdfast.arguments import check_arguments
+from holdfast.arguments import check_arguments, import_extra
 from holdfast.data.randomness import preserved
 from holdfast.errors import UsageError, listing
 from holdfast.format.manifest import Timestamp
 from holdfast.launched import present_ranks
 from holdfast.policy.clock import Time, Unit, argument_name, parse
-from holdfast.sinks.extras import import_extra
 from holdfast.store import open_store
 from holdfast.store.base import Store
 from holdfast.train.averages import AverageInModelDtypes

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
+from holdfast.arguments import import_extra
 from holdfast.data.randomness import preserved
 from holdfast.errors import FormatError, UsageError
 from holdfast.events import Event, Sink
-from holdfast.sinks.extras import import_extra
 from holdfast.sinks.trackers import (
     MLflowReferences,
     TensorBoardReferences,

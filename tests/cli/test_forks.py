@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(not IS_LINUX, reason="elsewhere nothing is forke
 _START = """
 import os, sys, time
 from holdfast.errors import CorruptData, HoldfastError
-from holdfast.interop import forks
-forks.num_cores = lambda: 3
+from holdfast.cli import stats
+stats.num_cores = lambda: 3
 
 def squares(start, stop):
     for number in range(start, stop):
@@ -56,7 +56,7 @@ def said(body: str) -> str:
 
 def test_each_task_is_done_and_its_items_are_in_order() -> None:
     body = """
-    with forks.Forks() as some:
+    with stats.Forks() as some:
         found = {0: [], 1: []}
         for task, item in some.run(squares, [(0, 4), (4, 3000)]):
             found[task].append(item)
@@ -75,7 +75,7 @@ def test_each_task_is_done_and_its_items_are_in_order() -> None:
 def test_an_error_in_a_fork_is_raised_in_the_parent(function: str, message: str) -> None:
     body = f"""
     try:
-        with forks.Forks() as some:
+        with stats.Forks() as some:
             for task, item in some.run({function}, [(1,)]):
                 print(task, item)
     except HoldfastError as error:
@@ -86,7 +86,7 @@ def test_an_error_in_a_fork_is_raised_in_the_parent(function: str, message: str)
 
 def test_no_fork_outlives_the_with_whether_it_had_work_or_not() -> None:
     body = """
-    with forks.Forks() as some:
+    with stats.Forks() as some:
         pids = [process.pid for process in some._processes]
         print(next(some.run(endless, [(1,)]))[1] == pids[0])
     for pid in pids:
@@ -104,7 +104,7 @@ def test_nothing_is_forked_beside_another_thread_which_may_hold_a_lock() -> None
     event = threading.Event()
     thread = threading.Thread(target=event.wait)
     thread.start()
-    with forks.Forks() as some:
+    with stats.Forks() as some:
         print(len(some))
     event.set()
     """
@@ -116,7 +116,7 @@ def test_forks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     script.write_text(
         _START
         + textwrap.dedent("""
-        some = forks.Forks()
+        some = stats.Forks()
         print(*(process.pid for process in some._processes), flush=True)
         for _ in some.run(endless, [(1,)]):
             time.sleep(60)
