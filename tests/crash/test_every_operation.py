@@ -213,7 +213,7 @@ def commit_first(monkeypatch: pytest.MonkeyPatch) -> None:
         held.pop()()
 
     monkeypatch.setattr(LocalStore, "put", put)
-    monkeypatch.setattr(save_module, "_check_sizes", lambda *_: None)
+    monkeypatch.setattr(save_module, "check_sizes", lambda *_: None)
     monkeypatch.setattr(save_module, "commit", commit)
 
 

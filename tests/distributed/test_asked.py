@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from distributed.run import run_ranks
 from holdfast.control.save_requests import put_save_request
 from holdfast.control.stop import Stop
-from holdfast.errors import RanksSilent
+from holdfast.errors import RanksFailed
 from holdfast.manager import CheckpointManager
 from holdfast.policy.triggers import Trigger, When
 from marks import full
@@ -124,7 +125,7 @@ def lose_rank_1(root: Path, rank: int) -> str:
             for step in range(2, MAX_STEPS):
                 time.sleep(STEP_S)
                 manager.maybe_save(step)
-    except RanksSilent as error:
+    except RanksFailed as error:
         return str(error)
     return "no error"
 
@@ -133,6 +134,6 @@ def lose_rank_1(root: Path, rank: int) -> str:
 def test_a_signal_after_the_death_of_a_rank_is_no_preemption(tmp_path: Path) -> None:
     """The leader saves nothing, and says soon why: with the default deadline of half an hour."""
     said, _ = run_ranks(2, partial(lose_rank_1, tmp_path), lost=[1])
-    assert "nothing came by the deadline from rank 1" in str(said)
+    assert re.search(r"rank 1, .*: process \d+ on \S+ has ended", str(said))
     with CheckpointManager(tmp_path, {"model": {}}) as manager:
         assert not manager.list()

@@ -204,8 +204,9 @@ def test_ranks_that_lose_another_in_a_load_have_their_state_or_say_that_it_is_mi
         assert one is not None
         said, is_old, is_half = one
         assert f"rank {odd}" in said, found
-        assert is_half == (place != "claim"), found  # the first resume reads in place
-        assert is_old or is_half, found
+        # The first resume reads in place; later, other ranks may have loaded.
+        assert is_half, found
+        assert is_old or place != "claim", found
     assert run_ranks(2, partial(load_once_more, root)) == [1, 1]
 
 
