@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,28 +60,54 @@ def finish_ranks(
     A rank that ends by itself leaves its result in `root.result` and its number. Ranks that fail
     because another was killed have a minute to end.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: dict[int, int] = {}
-    for rank in range(num_ranks):
-        pid = _fork()
-        if pid == 0:
-            at = kill.moment if kill is not None and kill.rank == rank else 0
-            result = root.with_suffix(f".result{rank}")
-            with_group = partial(_in_group, job, store.port, rank, num_ranks)
-            _become(with_group, root, result, at, at_calls)
-        ranks[pid] = rank
     codes, killer = [0] * num_ranks, threading.Timer(60, _kill, [ranks])
-    while ranks:
-        pid, status = os.wait()
-        rank = ranks.pop(pid)
-        codes[rank] = os.waitstatus_to_exitcode(status)
-        if kill is not None and rank == kill.rank:
-            if kill.is_of_all:
-                _kill(ranks)
-            else:
-                killer.start()
-    killer.cancel()
+    with _store_of_ranks() as port:
+        try:
+            for rank in range(num_ranks):
+                pid = _fork()
+                if pid == 0:
+                    at = kill.moment if kill is not None and kill.rank == rank else 0
+                    result = root.with_suffix(f".result{rank}")
+                    with_group = partial(_in_group, job, port, rank, num_ranks)
+                    _become(with_group, root, result, at, at_calls)
+                ranks[pid] = rank
+            while ranks:
+                pid, status = os.wait()
+                rank = ranks.pop(pid)
+                codes[rank] = os.waitstatus_to_exitcode(status)
+                if kill is not None and rank == kill.rank:
+                    if kill.is_of_all:
+                        _kill(ranks)
+                    else:
+                        killer.start()
+        finally:
+            killer.cancel()
+            _kill(ranks)
     return codes
+
+
+@contextlib.contextmanager
+def _store_of_ranks() -> Iterator[int]:
+    """Serve a store in a fork of its own, and yield its port.
+
+    Its threads would be missing in forks of this process, and could hold a lock there for ever.
+    """
+    reading, writing = os.pipe()
+    server = _fork()
+    if server == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writing, str(store.port).encode())
+        signal.pause()
+        os._exit(0)
+    os.close(writing)
+    port = int(os.read(reading, 16))
+    os.close(reading)
+    try:
+        yield port
+    finally:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
 
 
 def _kill(pids: Iterable[int]) -> None:
