@@ -43,7 +43,7 @@ from holdfast.interop.source import read_pieces
 from holdfast.interop.sources import tars, zips
 
 MEMORY = (resource.RLIMIT_DATA, 256 * MIB)
-TIME_LIMIT_S = 10
+TIME_LIMIT_S = 20
 """Processor time of a case."""
 MAX_READ_NBYTES = 64 * MIB
 IN_OPEN = 0x20

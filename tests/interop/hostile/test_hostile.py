@@ -1,6 +1,6 @@
 """Tests that no hostile file of another library runs anything, reads elsewhere or costs much.
 
-Each is opened, its trees are walked and its tensors read, in a fork that may take 256 MiB and 10 s
+Each is opened, its trees are walked and its tensors read, in a fork that may take 256 MiB and 20 s
 of processor time more. What it holds is refused by an error of ours, or left out by name.
 """
 
