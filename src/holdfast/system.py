@@ -270,10 +270,10 @@ def _memory_nbytes(line: str, name: str) -> int | None:
 def memory_limit() -> int | None:
     """Return the limit of this process's cgroups on memory, /dev/shm included; None without one."""
     limits: list[int] = []
-    with suppress(OSError):  # no Linux, or cgroups are hidden
+    with suppress(OSError, ValueError):  # no Linux, or cgroups are hidden
         for line in Path(f"{PROC}/self/cgroup").read_text().splitlines():
             _, controllers, name = line.split(":", 2)
-            if controllers in ("", "memory"):
+            if not controllers or "memory" in controllers.split(","):
                 # Version 2 has one tree of all controllers, version 1 one for each.
                 root = Path(CGROUPS) / controllers
                 file = "memory.limit_in_bytes" if controllers else "memory.max"
@@ -281,7 +281,7 @@ def memory_limit() -> int | None:
                 for folder in (group, *group.parents):
                     with suppress(OSError, ValueError):  # "max": no limit
                         limits.append(int((folder / file).read_text()))
-    return min(limits, default=None)
+    return min((limit for limit in limits if limit < 1 << 62), default=None)  # else: no limit
 
 
 class Found(NamedTuple):

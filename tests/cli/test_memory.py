@@ -229,7 +229,7 @@ def test_more_than_a_container_may_use_is_refused(
     with pytest.raises(UsageError, match="its cgroup has 2,000,000 bytes"):
         StagingMemory("3MB").__enter__()
     assert list(place.iterdir()) == []
-    (tmp_path / file).write_text("max")
+    (tmp_path / file).write_text("9223372036854771712")
     assert system.memory_limit() is None
 
 

@@ -120,7 +120,7 @@ def _newest_order(store: Store, catalog: Catalog) -> tuple[_Order, bool]:
         claim = catalog.writer(epoch) if epoch else None
     except FormatError:
         claim = None
-    is_running = claim is not None and not (claim.purpose or is_closed(store, epoch))
+    is_running = claim is not None and not (claim.purpose or is_closed(store, epoch, claim.nonce))
     if claim is None or not is_running or liveness(claim.process) == "dead":
         return (epoch + 1, 0), False
     return (epoch, max((n.sequence for n in attempts if n.epoch == epoch), default=0)), True

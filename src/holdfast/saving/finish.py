@@ -15,7 +15,14 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from holdfast.errors import CorruptData, FormatError, HoldfastError, SealError, StoreError
+from holdfast.errors import (
+    CorruptData,
+    FormatError,
+    HoldfastError,
+    OutOfMemory,
+    SealError,
+    StoreError,
+)
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
 from holdfast.format.manifest import Aborted
@@ -50,6 +57,9 @@ from holdfast.threads.workers import Threads
 
 _DEAD_S = 10.0
 """How long to wait until all processes of the training have ended, in seconds."""
+
+_MAY_PASS = (StoreError, OSError, OutOfMemory)
+"""Errors after which another try may succeed."""
 
 Say = Callable[[str], object]
 
@@ -89,11 +99,10 @@ def finish_saves(folder: SharedFolder, say: Say, *, are_dead: bool = False) -> N
                 say(f"finished {what}: {records[0].root}/{found}")
         except _NotFinished as why:
             say(f"{what} is left alone: {why}")
-        except (StoreError, OSError) as error:
-            say(f"{what} was not finished: {error}. It will be tried again")
-            continue
-        except HoldfastError as error:
+        except Exception as error:  # noqa: BLE001 - other saves are still to be finished
             say(f"{what} was not finished: {error}")
+            if isinstance(error, _MAY_PASS) or not isinstance(error, HoldfastError):
+                continue  # tried again, if no training takes the run over before
         for rank in ranks:
             rank.folder.settle()
 
@@ -109,7 +118,8 @@ def _saves_in(folder: SharedFolder, say: Say) -> list[list[DeadRank]]:
             record = read_record(path, STAGED_RECORDS)
         except (OSError, CorruptData) as error:
             say(f"a staged save is left alone: {error}")
-            own.settle()
+            if isinstance(error, CorruptData):
+                own.settle()
             continue
         step, claim = record.request.timestamp.step, record.request.claim
         key = (record.root, claim.nonce, record.part.save, step)
@@ -176,10 +186,12 @@ def _next_sequence(store: Store, record: StagedRecord, dead: Sequence[Process]) 
     claim, sequence = record.request.claim, record.request.sequence
     catalog = Catalog(store)
     writer = catalog.writer(claim.epoch)
-    if writer is None or writer.nonce != claim.nonce or is_closed(store, claim.epoch, claim.nonce):
-        raise _NotFinished(f"the claim of writer {claim.epoch} is gone or closed")
+    if writer is None or writer.nonce != claim.nonce:
+        raise StoreError(f"{store.url} lacks the claim of writer {claim.epoch}")
+    if is_closed(store, claim.epoch, claim.nonce):
+        raise _NotFinished(f"writer {claim.epoch} is closed")
     if writer.process not in dead and liveness(writer.process) != "dead":
-        raise _NotFinished(f"process {writer.process.pid}, writer {claim.epoch}, is not dead")
+        raise StoreError(f"process {writer.process.pid}, writer {claim.epoch}, is not dead")
     check_ownership(store, claim.epoch, committed=False)
     for name in catalog.attempts():
         if name.epoch != claim.epoch or name.sequence < sequence:

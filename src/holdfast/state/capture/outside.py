@@ -318,6 +318,8 @@ def _marks_in(
     path: str, value: Any, kept: _Kept, *, is_sure: bool, depth: int = 0
 ) -> Iterator[tuple[str, _Mark]]:
     value = value.item() if isinstance(value, np.number | np.bool_) else value
+    # What a script gives to its optimizer to call may hold the batch.
+    is_sure = is_sure and not isinstance(value, FunctionType | MethodType | partial)
     value = value.__self__ if isinstance(value, MethodType) else value
     kind = type(value)
     if kind is bool:
@@ -350,8 +352,6 @@ def _marks_in(
             shown = name if isinstance(name, str | int) else type(name).__name__
             yield from _marks_in(f"{path}.{shown}", item, kept, is_sure=is_sure, depth=depth + 1)
     elif _is_of_user(value) and depth < _MAX_DEPTH and kept.is_new(value):
-        # A function that a script gives to its optimizer may hold the batch.
-        is_sure = is_sure and not isinstance(value, FunctionType | partial)
         for name, item in _members(value):
             yield from _marks_in(f"{path}.{name}", item, kept, is_sure=is_sure, depth=depth + 1)
 
