@@ -83,7 +83,7 @@ MUTANTS = (
         place="Forks.run",
         before="                if error is not None:\n                    raise error\n",
         after="                is_last = is_last or error is not None\n",
-        near=("tests/interop/test_forks.py",),
+        near=("tests/cli/test_forks.py",),
     ),
     Mutant(
         name="digest-of-the-save-before",
@@ -306,7 +306,7 @@ MUTANTS = (
         place="Forks.__init__",
         before="if IS_LINUX and threading.active_count() == 1 and",
         after="if IS_LINUX and",
-        near=("tests/interop/test_forks.py",),
+        near=("tests/cli/test_forks.py",),
     ),
     Mutant(
         name="lock-on-a-renamed-draft-counts",
