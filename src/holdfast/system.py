@@ -268,7 +268,7 @@ def _memory_nbytes(line: str, name: str) -> int | None:
 
 
 def memory_limit() -> int | None:
-    """Return the limit of this process's cgroups on memory, /dev/shm included; None without one."""
+    """Return the memory limit of this process's cgroups, in bytes; None if there is none."""
     limits: list[int] = []
     with suppress(OSError, ValueError):  # no Linux, or cgroups are hidden
         for line in Path(f"{PROC}/self/cgroup").read_text().splitlines():

@@ -226,7 +226,7 @@ def test_more_than_a_container_may_use_is_refused(
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(system, "PROC", str(tmp_path))
     monkeypatch.setattr(system, "CGROUPS", str(tmp_path))
-    with pytest.raises(UsageError, match="its cgroup has 2,000,000 bytes"):
+    with pytest.raises(UsageError, match="the cgroup allows 2,000,000 bytes"):
         StagingMemory("3MB").__enter__()
     assert list(place.iterdir()) == []
     (tmp_path / file).write_text("9223372036854771712")

@@ -240,6 +240,22 @@ def test_a_damaged_record_is_left_alone(folder: SharedFolder, tmp_path: Path) ->
     assert [entry.step for entry in entries_of(root)] == [2, 1]
 
 
+def test_a_record_that_cannot_be_read_now_ends_no_save_of_its_ranks(
+    folder: SharedFolder, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    train(folder, root, until=9, at=KEPT + 1, die="before the manifest", ranks=3)
+    record = folder.staging_folders()[0].path / "staged"
+    record.rename(tmp_path / "record")
+    record.mkdir()  # as by an error of the system
+    assert "no staged save was finished" in finish(folder)
+    assert folder.is_unfinished
+    record.rmdir()
+    (tmp_path / "record").rename(record)
+    assert "finished the save of step" in finish(folder)
+    assert not folder.is_unfinished
+
+
 def test_a_failed_save_is_not_finished(folder: SharedFolder, tmp_path: Path) -> None:
     """Invariant 2: a save with any failure never commits."""
     root = tmp_path / "run"

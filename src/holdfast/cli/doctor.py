@@ -177,7 +177,7 @@ def _key_file(path: Path) -> Iterator[CheckResult]:
 def _packages(root: str | None) -> Iterator[CheckResult]:
     torch = _version("torch")
     if torch is None:
-        text = "not installed: no saves, no loads"
+        text = "not installed: saves and loads need it"
         yield _make_warning("torch", text, "pip install torch")
     else:
         yield _ok("torch", torch)

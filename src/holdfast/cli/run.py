@@ -68,7 +68,7 @@ class StagingMemory:
         remove_stale_folders()
         limit = memory_limit()
         if limit is not None and self._nbytes > limit:
-            raise UsageError(f"--memory {self._nbytes:,}: its cgroup has {limit:,} bytes")
+            raise UsageError(f"--memory {self._nbytes:,}: the cgroup allows {limit:,} bytes")
         space = os.statvfs(PLACE)
         free = space.f_bavail * space.f_frsize
         if self._nbytes > free:

@@ -141,7 +141,7 @@ def is_live(store: Store, owner: WriterRecord, *, emit: Emitter, watch: Wait | N
 
 
 def is_closed(store: Store, epoch: int, nonce: str | None = None) -> bool:
-    """Whether the writer of an epoch, of the claim with this nonce, recorded a clean close."""
+    """Whether the writer of an epoch closed cleanly; with `nonce`, whether that claim did."""
     try:
         record = read_if_there(store, layout.closed_key(epoch), Closed.decode)
     except FormatError:

@@ -81,7 +81,13 @@ def finish_saves(folder: SharedFolder, say: Say, *, are_dead: bool = False) -> N
 
     With `are_dead` the caller has proof that all are, as it holds the folder alone.
     """
-    for ranks in _saves_in(folder, say):
+    try:
+        saves = _saves_in(folder, say)
+    except OSError as error:
+        # Without one rank's record the others would count as incomplete.
+        say(f"no staged save was finished: {error}")
+        return
+    for ranks in saves:
         if all(rank.folder.is_settled for rank in ranks):
             continue
         records = [rank.record for rank in ranks]
@@ -116,10 +122,11 @@ def _saves_in(folder: SharedFolder, say: Say) -> list[list[DeadRank]]:
             continue
         try:
             record = read_record(path, STAGED_RECORDS)
-        except (OSError, CorruptData) as error:
-            say(f"a staged save is left alone: {error}")
-            if isinstance(error, CorruptData):
-                own.settle()
+        except FileNotFoundError:
+            continue  # its process has withdrawn it
+        except CorruptData as error:
+            say(f"a staged save is given up: {error}")
+            own.settle()
             continue
         step, claim = record.request.timestamp.step, record.request.claim
         key = (record.root, claim.nonce, record.part.save, step)
