@@ -60,7 +60,6 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
     "ranks": (
         ("coordinator",),
         (
-            "exchange",
             "hosts",
             "liveness",
             "messages",
@@ -161,7 +160,6 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
         (
             "copy_checkpoints",
             "queue",
-            "repair",
             "upload_thread",
         ),
         ("hosts",),
@@ -230,7 +228,6 @@ WITHOUT_TORCH_MODULES = (
 SPEAKERS = {
     "holdfast.bridges.ignite.run",
     "holdfast.ranks.c10d",
-    "holdfast.ranks.exchange",
     "holdfast.train.group",
     "holdfast.train.strategies",
 }

@@ -10,7 +10,7 @@ import pytest
 BRIDGES = Path(__file__).resolve().parents[2] / "src" / "holdfast" / "bridges"
 LISTS = {
     "accelerate": ("accelerate.py", ["_PREPARED"]),
-    "ignite": ("ignite/state.py", ["_NEEDED"]),
+    "ignite": ("ignite/run.py", ["_NEEDED"]),
     "lightning": ("lightning/seams.py", ["_NEEDED", "RESTARTING"]),
     "torchtitan": ("torchtitan.py", ["_CALLED"]),
     "transformers": ("transformers/seams.py", ["_METHODS", "_SET_BY_THE_LOOP"]),

@@ -22,9 +22,8 @@ from holdfast import CheckpointManager, errors
 from holdfast.control import exits
 from holdfast.format.tensors import parse_header
 from holdfast.ranks import c10d
-from holdfast.ranks.c10d import C10d
+from holdfast.ranks.c10d import C10d, _GroupTransfer, _Operation
 from holdfast.ranks.coordinator import GRACE_S
-from holdfast.ranks.exchange import _GroupTransfer, _Operation
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import WrappedStore
 from holdfast.store.local import LocalStore

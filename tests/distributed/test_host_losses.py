@@ -25,7 +25,7 @@ from distributed.run import run_ranks
 from holdfast import CheckpointManager, HostTiers, errors
 from holdfast.control import exits
 from holdfast.maintenance.verify import verify
-from holdfast.ranks.exchange import GroupExchange
+from holdfast.ranks.c10d import GroupExchange
 from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
 from marks import full

@@ -35,8 +35,7 @@ from holdfast.ownership.tiered import share_claims
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import Last
 from holdfast.replication.copy_checkpoints import copy_checkpoints, plan_copies
-from holdfast.replication.mirror import Mirror
-from holdfast.replication.repair import mend
+from holdfast.replication.mirror import Mirror, mend
 from holdfast.replication.upload import Sender, UploadInterrupted
 from holdfast.root.catalog import Catalog
 from holdfast.root.upload_records import Ledger

@@ -13,7 +13,7 @@ from holdfast.maintenance.verify import verify
 from holdfast.ownership.annotations import reject
 from holdfast.ownership.claim import Choice, claim_run
 from holdfast.ownership.tiered_options import Tiered
-from holdfast.replication.repair import mend
+from holdfast.replication.mirror import mend
 from holdfast.replication.upload import UploadInterrupted
 from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from holdfast.data.loader import Loader
-from holdfast.data.mixture import Mixture
 from holdfast.data.ranks import DataRanks
-from holdfast.data.samplers import Buckets, Weighted
+from holdfast.data.samplers import Buckets, Mixture, Weighted
 from holdfast.data.stream import Stream
 from holdfast.state.foreign import describe_inexact, skip
 

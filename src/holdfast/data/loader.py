@@ -20,18 +20,17 @@ from typing_extensions import override
 
 from holdfast.arguments import check_arguments, shown
 from holdfast.data import position, randomness, samplers
-from holdfast.data.feed import Feed, torch_loader
-from holdfast.data.mixture import Mixture
+from holdfast.data.feed import Feed, kill_at_exit, torch_loader
 from holdfast.data.randomness import Permutation
 from holdfast.data.ranks import HasRank
 from holdfast.data.samplers import (
+    Mixture,
     Sizes,
     check_dataset,
     check_like_first,
     check_options,
     check_whole,
 )
-from holdfast.data.workers import kill_at_exit
 from holdfast.errors import UsageError, listing
 from holdfast.state.probing import hides_epochs
 

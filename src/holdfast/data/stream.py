@@ -21,10 +21,9 @@ from typing_extensions import override
 
 from holdfast.arguments import check_arguments, shown
 from holdfast.data import position, randomness
-from holdfast.data.feed import Feed, Reached, torch_loader
+from holdfast.data.feed import Feed, Reached, kill_at_exit, torch_loader
 from holdfast.data.position import changes_of_identity
 from holdfast.data.ranks import DataRanks, HasRank
-from holdfast.data.workers import kill_at_exit
 from holdfast.errors import UsageError, listing
 from holdfast.state.foreign import describe_inexact, set_epoch, unrepeatable
 from holdfast.state.probing import Findings, FreshCopies, Probe, digest_sample

@@ -3,6 +3,6 @@
 from holdfast.bridges.parts import needs_library
 
 with needs_library("transformers"):
-    from holdfast.bridges.transformers.trainer import CheckpointedMixin, CheckpointedTrainer
+    from holdfast.bridges.transformers.run import CheckpointedMixin, CheckpointedTrainer
 
 __all__ = ["CheckpointedMixin", "CheckpointedTrainer"]

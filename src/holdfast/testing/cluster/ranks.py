@@ -36,7 +36,7 @@ from holdfast.saving.save import SaveRequest, Tools, write
 from holdfast.saving.shard_plan import OwnShare
 from holdfast.state.capture.capture import Captured
 from holdfast.store.base import Store
-from holdfast.testing.cluster.clock import Event
+from holdfast.testing.cluster.network import Event
 from holdfast.testing.cluster.state import Cluster, ContentOf, VirtualShare, stage_part
 from holdfast.threads.workers import Workers
 

@@ -15,11 +15,11 @@ from holdfast.format.manifest import Manifest, decode_register
 from holdfast.format.tensors import parse_header
 from holdfast.ranks.coordinator import LEADER
 from holdfast.store.memory import MemoryStore
-from holdfast.testing.cluster.clock import VirtualClock
 from holdfast.testing.cluster.network import (
     NOTICED_S,
     Faults,
     Network,
+    VirtualClock,
     VirtualCoordinator,
     VirtualProcess,
     VirtualStore,
