@@ -171,4 +171,4 @@ def expect_methods(name: str, value: object, methods: Sequence[str], what: str) 
     """Raise `UsageError` unless an argument has the methods of what it must be; None has none."""
     missing = [method for method in methods if not callable(getattr(value, method, None))]
     if missing:
-        raise UsageError(f"{name}={shown(value)}: must be {what} ({missing[0]} is missing)")
+        raise UsageError(f"{name}={shown(value)}: must be {what} (it has no method {missing[0]})")

@@ -237,4 +237,4 @@ class StateHooks:
         for item in fields(self):
             hook = getattr(self, item.name)
             if hook is not None and not callable(hook):
-                raise UsageError(f"hooks: {item.name}={hook!r} cannot be called")
+                raise UsageError(f"hooks: {item.name}={hook!r} must be callable")

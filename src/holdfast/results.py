@@ -328,11 +328,11 @@ class KnownCommit:
         """Raise `RolledBack` unless `latest` is this commit or a later one."""
         wanted = f"{self.order[0]:04d}-{self.order[1]:06d}"
         if latest is None:
-            raise RolledBack(f"{where}: nothing is there, and commit {wanted} was seen before")
+            raise RolledBack(f"{where}: nothing is there, and `seen` is commit {wanted}")
         if latest.order < self.order:
             raise RolledBack(
-                f"{where}: commit {wanted} was seen before, and the newest usable checkpoint "
-                f"is {latest.folder}. Something was removed, restored or damaged; to resume "
+                f"{where}: commit {wanted} of `seen` is newer than the newest usable checkpoint, "
+                f"{latest.folder}. Something was removed, restored or damaged; to resume "
                 "anyway, name a checkpoint, or omit `seen`"
             )
         if latest.order == self.order and latest.manifest.save_id != self.save_id:

@@ -115,7 +115,7 @@ def test_a_commit_that_was_seen_must_be_there(sealed: tuple[Path, Path], holdfas
     (root / newest["folder"]).rmdir()
     gone = holdfast(*given, seen)
     assert gone.code == 1
-    assert "was seen before" in gone.err
+    assert "is newer than" in gone.err
     assert holdfast(*given, "something").code == 2
 
 

@@ -157,7 +157,7 @@ def test_where_there_is_nothing_one_line_says_so(
     (tmp_path / "other" / "file.txt").write_text("mine")
     for name, message in (
         ("missing", "there is no such folder"),
-        ("empty", "empty; nothing was ever saved here"),
+        ("empty", "empty; there are no checkpoints here"),
         ("other", "not a root of Holdfast; it holds other things"),
         ("other/file.txt", "not a folder"),
     ):

@@ -582,7 +582,7 @@ def test_what_is_older_than_what_was_seen_is_refused() -> None:
                 assert resumed(target, seen=seen[later]) == number + 1
                 continue
             before = stored(target)
-            with pytest.raises(errors.RolledBack, match="was seen before"):
+            with pytest.raises(errors.RolledBack, match="is newer than"):
                 resumed(target, seen=seen[later])
             assert stored(target) == before
     with pytest.raises(errors.RolledBack, match="nothing is there"):

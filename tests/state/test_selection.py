@@ -291,7 +291,7 @@ def test_a_part_of_a_tree_that_only_the_live_side_has_stays() -> None:
 
 
 def test_only_text_is_an_entry() -> None:
-    with pytest.raises(UsageError, match="every entry must be text"):
+    with pytest.raises(UsageError, match="every entry must be a str"):
         Selection(skip=[0])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="collection"):
         Selection(include="model")

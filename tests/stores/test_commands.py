@@ -105,7 +105,7 @@ def test_weights_load_from_the_url_of_a_checkpoint(
 def test_what_is_not_there_is_said(holdfast: Command, service: Service, root: str) -> None:
     empty = holdfast("ls", root)
     assert empty.code != 0
-    assert "nothing was ever saved here" in empty.err
+    assert "there are no checkpoints here" in empty.err
     missing = holdfast("ls", f"{service.scheme}://no-such-bucket/run")
     assert missing.code != 0
     assert "Make the bucket first" in missing.err

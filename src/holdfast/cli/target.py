@@ -83,7 +83,7 @@ def open_root(text: str) -> Store:
     if split_folder(root)[1]:
         raise UsageError(f"{text!r} is one checkpoint; this command takes the root it is in")
     if not store.children():
-        raise NoCheckpoint(f"{store.url}: empty; nothing was ever saved here")
+        raise NoCheckpoint(f"{store.url}: empty; there are no checkpoints here")
     raise NoCheckpoint(f"{store.url}: not a root of Holdfast; it holds other things")
 
 

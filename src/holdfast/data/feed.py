@@ -367,8 +367,8 @@ class Feed(ABC):
             yield self._epoch
             if before == (self._epoch, self._batch):
                 raise UsageError(
-                    f"epochs({count}): the body of the loop has taken no batch in epoch "
-                    f"{self._epoch}: iterate over the {self._name}, or over its steps(), in it"
+                    f"epochs({count}): the loop has read no batch in epoch {self._epoch}: iterate "
+                    f"over the {self._name}, or over its steps(), inside it"
                 )
 
     def steps(

@@ -214,9 +214,8 @@ class Stream(Feed):
             return fresh, notes
         if differing:
             raise UsageError(
-                f"the position is batch {state['batch']} of epoch {state['epoch']}, and means "
-                "nothing in a stream with other settings; batch_size counts all ranks "
-                "together:\n"
+                f"the position is batch {state['batch']} of epoch {state['epoch']}, and "
+                "cannot be resumed with other settings (batch_size is the sum over ranks):\n"
                 + listing(
                     f"{name}: stored {state[name]}, here {self._settings[name]}"
                     for name in differing

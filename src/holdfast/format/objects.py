@@ -533,7 +533,7 @@ class _TreeDecoder:
 
     def read_same(self, number: Any) -> Any:
         if type(number) is not int or not 0 <= number < len(self._containers):
-            raise self._error("a $same node that names no container")
+            raise self._error("a $same node with an invalid reference")
         weight = self._weights[number]
         if weight is None:
             raise self._error("a $same node inside the container that it names")

@@ -108,7 +108,7 @@ def dumps(value: Any) -> bytes:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode("utf-8")
     except (ValueError, TypeError, RecursionError) as err:
-        raise UsageError(f"this cannot be written as JSON: {err}") from err
+        raise UsageError(f"not a JSON value: {err}") from err
 
 
 _describing = threading.RLock()
@@ -335,8 +335,7 @@ def check_version(document: Any, *, what: str) -> None:
     unknown = [name[:80] for name in requires if name not in KNOWN_REQUIREMENTS]
     if unknown:
         raise UnsupportedVersion(
-            f"{what}: needs features that this Holdfast lacks, so upgrade it: "
-            + ", ".join(unknown[:10])
+            f"{what}: upgrade Holdfast: this version lacks the features {', '.join(unknown[:10])}"
         )
 
 

@@ -374,8 +374,8 @@ class _RanksSave(SaveParticipant):
         self._plan_id, self._part = plan_id, part
         if staged is not None and (staged.written, staged.files) != (part.written, part.files):
             raise RanksError(
-                f"rank {self.rank}: another rank's leaves have changed, and so this rank's part, "
-                "after it was copied. The next save makes a new plan"
+                f"rank {self.rank}: the tensors of another rank changed after this rank copied its "
+                "share of the save. The next save makes a new plan"
             )
 
     def _know(self, plan_id: str) -> None:

@@ -58,7 +58,7 @@ def convert_names(entries: Iterable[str], argument: str) -> tuple[str, ...]:
         raise UsageError(f"{argument}={entries!r}: {hint}")
     names = tuple(entries)
     if not all(isinstance(name, str) for name in names):
-        raise UsageError(f"{argument}={names!r}: every entry must be text")
+        raise UsageError(f"{argument}={names!r}: every entry must be a str")
     return names
 
 

@@ -75,7 +75,7 @@ class Workers:
     def expect_open(self) -> None:
         """Raise `ManagerUnusable` after `close_pool`."""
         if not self._end.alive:
-            raise ManagerUnusable(f"{self._name}: these threads are closed")
+            raise ManagerUnusable(f"{self._name}: the thread pool is closed")
 
     def grow(self) -> None:
         """Start one more thread, unless all run: enough for a job that waits for no other job."""

@@ -194,7 +194,7 @@ class EqualAverage:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the count."""
         if set(state) != {"num_averaged"}:
-            raise UsageError(f"not the count of an average: {sorted(state)}")
+            raise UsageError(f"not the state of an SWA average: {sorted(state)}")
         self.num_averaged = state["num_averaged"]
 
     def _has_begun(self, now: Timestamp, goal: Time) -> bool:

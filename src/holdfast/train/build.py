@@ -396,8 +396,8 @@ def check_shared_data(data: Any, strategy: Strategy | None, group: Group) -> Non
     if not group.is_alone and world_size == 1:
         raise UsageError(
             f"data: the {type(data).__name__} gives each of the {group.world_size} ranks the same "
-            'batches: leave out ranks=None, or make it after the process group; "group" gives '
-            "each its part"
+            'batches: make it after init_process_group, with ranks="group" (the default), which '
+            "gives each rank its share"
         )
 
 

@@ -260,8 +260,8 @@ def _warn_if_in_epochs(name: str, scheduler: Any, goal: Time, epoch: EpochLength
         length = length_of(scheduler)
         if 0 < length <= num_epochs and num_epochs >= 2 and 3 * length <= num_steps:
             logger.warning(
-                "%s: %s steps after each step, and its %s is over after %d of the %d steps of the "
-                'first epoch. If epochs are meant: Schedule(…, every="1ep")',
+                "%s: %s advances at each optimizer step, so its %s ends after %d of the %d steps "
+                'of the first epoch. To advance per epoch: Schedule(…, every="1ep")',
                 *(name, kind.__name__, argument, length, num_steps),
             )
 

@@ -210,7 +210,9 @@ class Counters:
         if set(state) - {*_LISTS, _NUMBERS} != set(_STORED):
             raise UsageError(f"not the counters of a Trainer: {sorted(state)}")
         if not _are_numbers(numbers := state.get(_NUMBERS, {})):
-            raise UsageError(f"stored {_NUMBERS}={numbers!r}: must be numbers by name, by callback")
+            raise UsageError(
+                f"stored {_NUMBERS}={numbers!r}: must be {{callback: {{name: number}}}}"
+            )
         for name in _LISTS:
             if not _are_texts(names := state.get(name, [])):
                 raise UsageError(f"stored {name}={names!r}: must be a list of names")

@@ -326,8 +326,8 @@ def test_a_value_that_is_code_is_left_out_and_not_run(
     ("files", "edit", "match"),
     [
         (1, lambda info: info["rows"].update(saved_offsets=[0, 0]), "do not tile"),
-        (1, lambda info: info["rows"].update(saved_offsets=[-1, 0]), "offsets that are none"),
-        (1, lambda info: info.pop("rows"), "does not say where 'rows' belongs"),
+        (1, lambda info: info["rows"].update(saved_offsets=[-1, 0]), "offsets are invalid"),
+        (1, lambda info: info.pop("rows"), "no offsets for 'rows'"),
         (0, None, "the file of shard 1 is missing"),
     ],
 )

@@ -259,7 +259,7 @@ def test_steps_that_are_probably_epochs_are_warned_of(
         until
     )
     texts = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert any("If epochs are meant" in text for text in texts) == warns
+    assert any("To advance per epoch" in text for text in texts) == warns
 
 
 def test_a_validation_only_at_a_goal_whose_epoch_ends_late_steps_nothing() -> None:

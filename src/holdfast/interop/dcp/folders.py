@@ -229,8 +229,8 @@ class DcpFolder:
             found = read_metadata(path)
         if found.has_other_plan:
             raise UsageError(
-                f"{path}: its planner keeps in it something else than the path of each item, as "
-                "DefaultSavePlanner does. It was not loaded; save with that planner"
+                f"{path}: planner_data does not hold the path of each item. Nothing was loaded; "
+                "save with DefaultSavePlanner"
             )
         lost = {name: tensor.refusal for name, tensor in found.tensors.items() if tensor.refusal}
         if lost or found.unreadable:

@@ -260,7 +260,10 @@ class Values:
     def _read_array(self, component: str, key: str) -> np.ndarray[Any, Any]:
         spec = self._source.get_component(component).specs[key]
         if spec.nbytes > _MAX_ARRAY_NBYTES:
-            raise LimitExceeded(f"{self._source.url}: {key!r}: an array of {spec.nbytes:,} bytes")
+            raise LimitExceeded(
+                f"{self._source.url}: {key!r}: an array of {spec.nbytes:,} bytes, over "
+                f"{_MAX_ARRAY_NBYTES:,}"
+            )
         data = memoryview(bytearray(spec.nbytes))
         self._source.read_into(component, key, 0, data)
         return np.frombuffer(data, NUMPY_DTYPES[spec.dtype]).reshape(spec.shape)

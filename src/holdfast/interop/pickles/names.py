@@ -147,7 +147,7 @@ def _bit_generator(machine: Machine, args: Args) -> Generator:
     name = args[0] if args else "MT19937"
     plain = name.name.rpartition(".")[2] if type(name) is Global else name
     if plain not in _BIT_GENERATORS:
-        raise ValueError("no bit generator of numpy")
+        raise ValueError("not a bit generator of NumPy")
     return Generator("numpy")
 
 
@@ -160,7 +160,7 @@ def _wrapped(kind: str, args: Args) -> Generator:
             members.pop("seed_seq", None)
         return Generator(kind, members)
     if bits not in _BIT_GENERATORS:
-        raise ValueError("no bit generator of numpy")
+        raise ValueError("not a bit generator of NumPy")
     return Generator(kind)
 
 

@@ -125,7 +125,7 @@ class _Checked:
 
     def _record(self, value: Any, name: str) -> dict[str, Any]:
         if type(value) is not PickledObject or value.name.rpartition(".")[2] != name:
-            raise self._wrong(f"not the metadata of DCP: no {name} where one belongs")
+            raise self._wrong(f"not the metadata of DCP: expected a {name}")
         return value.members
 
     def _dict(self, value: Any, why: str) -> dict[Any, Any]:

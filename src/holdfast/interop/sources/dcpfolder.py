@@ -296,9 +296,9 @@ def _chunks_of(file: LocalFile, number: int) -> dict[str, _Chunk]:
         said = sharding.get(key) if isinstance(sharding, dict) else None
         offsets = said.get(_OFFSETS) if isinstance(said, dict) else None
         if type(offsets) is not list or len(offsets) != len(spec.shape):
-            raise FormatError(f"{file.name}: does not say where {key!r:.200} belongs")
+            raise FormatError(f"{file.name}: no offsets for {key!r:.200}")
         if any(type(one) is not int or not 0 <= one < _MAX_INT for one in offsets):
-            raise FormatError(f"{file.name}: {key!r:.200}: offsets that are none")
+            raise FormatError(f"{file.name}: {key!r:.200}: its offsets are invalid")
         found[key] = spec.dtype, tuple(offsets), spec.shape, ItemPlace(number, 0, spec.nbytes)
     return found
 

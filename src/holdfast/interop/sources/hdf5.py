@@ -261,7 +261,9 @@ class Hdf5:
         # The library reserves what the file claims, before it reads.
         nbytes = math.prod(shape) * stored.get_size()
         if nbytes > MAX_ATTRIBUTE_NBYTES or attribute.get_storage_size() > MAX_ATTRIBUTE_NBYTES:
-            raise LimitExceeded(f"{self._file.name}: {what}: {nbytes:,} bytes")
+            raise LimitExceeded(
+                f"{self._file.name}: {what}: {nbytes:,} bytes, over {MAX_ATTRIBUTE_NBYTES:,}"
+            )
         if stored.get_class() == h5t.OPAQUE:
             return None
         if shape not in ((), (1,)) or stored.get_class() not in (

@@ -375,7 +375,7 @@ def _google_credentials(place: BucketLocation, key: dict[str, Any]) -> Any:
         return auth.default(scopes=_GCS_SCOPES)[0]
     except (auth.exceptions.GoogleAuthError, ValueError) as error:
         raise AccessDenied(
-            f"{place.url}: no Google credentials were found ({error}): run `gcloud auth "
+            f"{place.url}: no usable Google credentials ({error}): run `gcloud auth "
             "application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS"
         ) from error
 

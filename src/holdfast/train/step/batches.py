@@ -190,7 +190,9 @@ class Limits:
                 "of them itself"
             )
         if self.overfit is not None and self.train is not None:
-            raise UsageError(f"limits: overfit={self.overfit} and train={self.train}: give either")
+            raise UsageError(
+                f"limits: overfit={self.overfit} and train={self.train}: give only one"
+            )
 
     @property
     def num_steps(self) -> int | None:

@@ -45,7 +45,7 @@ class Clip:
             if value is not None and not value > 0:
                 raise UsageError(f"clip: {name}={value!r}: must be above zero, or None")
         if self.norm is not None and self.value is not None:
-            raise UsageError(f"clip: norm={self.norm!r}, value={self.value!r}: give either")
+            raise UsageError(f"clip: norm={self.norm!r}, value={self.value!r}: give only one")
 
     def __call__(self, optimizer: torch.optim.Optimizer) -> Tensor | None:
         """Clip the gradients; returns the norm before clipping, if clipped by norm."""
