@@ -112,7 +112,7 @@ INNER: dict[str, tuple[tuple[str, ...], ...]] = {
             "probe",
             "progress_counters",
             "recorder",
-            "shard_plan",
+            "shares",
             "step_boundary",
             "validated",
         ),

@@ -191,6 +191,14 @@ def signals_of(*names: str) -> tuple[signal.Signals, ...]:
     return tuple(signal.Signals[name] for name in names if name in signal.Signals.__members__)
 
 
+def signal_name(number: int) -> str:
+    """Return the name of a signal, as `SIGTERM` for 15; `signal 35` where it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def try_lock(fd: int, *, is_shared: bool = False) -> bool:
     """Lock an open file, unless another descriptor has the lock; return whether it is locked."""
     if fcntl is None:

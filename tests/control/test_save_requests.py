@@ -25,7 +25,7 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.format.records import AnswerRecord, RequestRecord
 from holdfast.maintenance.gc import collect_garbage
-from holdfast.ownership.process import this_process, utc_now
+from holdfast.ownership.process import this_process, utc_text
 from holdfast.store.base import Buffer, Store
 from holdfast.store.local import LocalStore
 from holdfast.store.memory import MemoryStore
@@ -64,7 +64,7 @@ def record(**changes: Any) -> RequestRecord:
         "id": "0" * 32,
         "who": "jo",
         "process": this_process(),
-        "created": utc_now(),
+        "created": utc_text(),
     }
     return RequestRecord(**{**members, **changes})
 
@@ -354,7 +354,7 @@ def test_an_answer_is_tried_again(recorder: Recorder) -> None:
     store = Failing()
     tray = save_requests._Tray(store, Emitter((recorder,)), ended())
     name = put_save_request(store)
-    tray.answer_request(name, AnswerRecord(folder=FOLDER, error=None, created=utc_now()))
+    tray.answer_request(name, AnswerRecord(folder=FOLDER, error=None, created=utc_text()))
     assert answer_to(store, name) is not None
     assert recorder.events == []
 
@@ -364,7 +364,7 @@ def test_an_answer_that_cannot_be_given_is_told_and_stops_nothing(recorder: Reco
     tray = save_requests._Tray(store, Emitter((recorder,)), ended())
     name = put_save_request(store)
     store.refused["put"] = AccessDenied("read-only")
-    tray.answer_request(name, AnswerRecord(folder=FOLDER, error=None, created=utc_now()))
+    tray.answer_request(name, AnswerRecord(folder=FOLDER, error=None, created=utc_text()))
     (event,) = recorder.of("housekeeping_failed")
     assert "read-only" in event.message
     assert is_open(store, name)
@@ -408,7 +408,7 @@ def test_the_error_in_an_answer_may_be_any_text(store: LocalStore, found: Reques
 
 
 def put_answer(store: LocalStore, name: str, **changes: Any) -> None:
-    members = {"folder": FOLDER, "error": None, "created": utc_now(), "asker": None}
+    members = {"folder": FOLDER, "error": None, "created": utc_text(), "asker": None}
     store.put(f"requests/{name}.answer", AnswerRecord(**{**members, **changes}).encode())
 
 

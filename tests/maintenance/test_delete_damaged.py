@@ -17,7 +17,7 @@ from holdfast.maintenance.gc import collect_garbage
 from holdfast.maintenance.verify import verify
 from holdfast.ownership.claim import is_closed
 from holdfast.ownership.leases import leased
-from holdfast.ownership.process import this_process, utc_now
+from holdfast.ownership.process import this_process, utc_text
 from holdfast.policy.rules import All
 from holdfast.root.catalog import Catalog
 from holdfast.store.base import Store
@@ -111,7 +111,7 @@ def test_it_is_not_deleted_under_a_reader_that_comes_after_the_claim() -> None:
     """R11: and then nothing is left that would delete it later."""
     store, folder = damaged_store()
     raced = Raced(store)
-    lease = Lease(nonce=32 * "a", beat=1, created=utc_now(), process=this_process())
+    lease = Lease(nonce=32 * "a", beat=1, created=utc_text(), process=this_process())
     key = layout.lease_key(folder, lease.nonce)
     raced.then = lambda: store.put(key, lease.encode())
     assert delete_damaged(raced, folder, emit=QUIET) == "somebody reads it"

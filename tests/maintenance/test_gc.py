@@ -50,3 +50,10 @@ def test_what_cannot_be_removed_does_not_keep_the_rest(
     assert {PREFLIGHT, SENDING, TEMPORARY}.intersection(
         path.name for path in root.iterdir()
     ) == left
+
+
+def test_a_dry_run_lists_temporary_folders_and_removes_none(root: Path) -> None:
+    listed = collect_garbage(LocalStore(root), dry_run=True).removed
+    assert {PREFLIGHT, SENDING} <= {name for name, _ in listed}
+    assert {PREFLIGHT, SENDING, TEMPORARY} <= {path.name for path in root.iterdir()}
+    assert collect_garbage(LocalStore(root)).removed == listed

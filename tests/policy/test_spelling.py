@@ -100,3 +100,22 @@ def test_a_metric_with_a_comma_is_refused_in_words() -> None:
     with pytest.raises(UsageError, match=r"unknown rule.*comma"):
         parse_rule("best:val/acc,top5:max")
     assert parse_rule("best:loss,all") == Best("loss") | All()
+
+
+def test_a_class_below_a_rule_is_known_and_takes_no_name_of_its_parent() -> None:
+    class Newest(Last):
+        """The newest, and a spelling of its own."""
+
+        spelled = "newest"
+
+        @classmethod
+        def parse(cls, value: str) -> Last:
+            return cls(int(value))
+
+    class Quiet(Last):
+        """No spelling of its own."""
+
+    assert type(parse_rule("newest:2")) is Newest
+    assert type(parse_rule("last:2")) is Last
+    Newest.spelled = ""  # classes of other tests are not to be listed in messages
+    del Quiet

@@ -32,7 +32,6 @@ from holdfast.cli.supervisor import (
     RestartLimits,
     Supervised,
     SupervisionOutcome,
-    signal_name,
     supervise,
 )
 from holdfast.cli.target import open_new_root
@@ -44,7 +43,7 @@ from holdfast.policy.rules import number_of_bytes
 from holdfast.root.catalog import Catalog
 from holdfast.staging.shared import ALL_DEAD, FINISH_S, SharedFolder, Supervisor
 from holdfast.store.base import Store
-from holdfast.system import memory_limit, user_number
+from holdfast.system import memory_limit, signal_name, user_number
 
 PLACE = Path("/dev/shm")
 _PREFIX = "holdfast-"

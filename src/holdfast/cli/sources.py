@@ -25,7 +25,7 @@ from holdfast.format.nodes import ArrayRef, GeneratorState, TensorRef
 from holdfast.format.tensors import TensorSpec
 from holdfast.interop.source import Source, lost_tensors
 from holdfast.root.address import split_source
-from holdfast.system import IS_LINUX
+from holdfast.system import IS_LINUX, signal_name
 
 T = TypeVar("T")
 
@@ -143,7 +143,7 @@ def _run_in_child(foreign: list[str]) -> int:
             f"{', '.join(foreign)}: opening took more than {OPENING_S:.0f} s. Files of other "
             "libraries are read within limits; if you trust this file, pass --trust to lift them"
         )
-    raise LimitExceeded(f"{_too_much(foreign)} (the process ended by {_signal(-code)})")
+    raise LimitExceeded(f"{_too_much(foreign)} (the process ended by {signal_name(-code)})")
 
 
 def _die_with_parent() -> Callable[[], None] | None:
@@ -160,13 +160,6 @@ def _too_much(foreign: list[str]) -> str:
         f"{DATA_NBYTES >> 30} GiB of memory. Files of others are read within limits; if you trust "
         "it, --trust lifts them"
     )
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 # Sources

@@ -21,7 +21,7 @@ from enum import Enum
 from typing import IO, Protocol
 
 from holdfast.errors import UsageError
-from holdfast.system import signals_of
+from holdfast.system import signal_name, signals_of
 
 REQUEUE_CODE = 75
 """Exit status of a training that asks its scheduler to run it again; the trainer's code."""
@@ -203,14 +203,6 @@ def supervise(
             return Supervised(
                 outcome=SupervisionOutcome.STOPPED, sessions=tuple(sessions), code=code
             )
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal, as `SIGTERM` for 15; `signal 35` where it has none."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _outcome(

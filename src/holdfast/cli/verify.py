@@ -28,7 +28,7 @@ from holdfast.errors import NoCheckpoint, UsageError
 from holdfast.maintenance.encrypted import NOTE
 from holdfast.maintenance.verify import verify_kept, verify_root
 from holdfast.maintenance.verify_reads import NOT_HERE, RootReport, VerifyReport
-from holdfast.ownership.process import utc_now
+from holdfast.ownership.process import utc_text
 from holdfast.policy.rules import number_of_bytes
 from holdfast.results import parse_seen
 from holdfast.root.catalog import Catalog
@@ -250,7 +250,7 @@ def scrub(root: str, *, rate: str | None, place: Path | None) -> Answer:
     with _paced_progress(limit) as progress:
         found = verify_root(store, progress=progress, keeps=True, known=known, told=keep)
     if place is not None:
-        now.ended = utc_now()
+        now.ended = utc_text()
         _write_resume_file(place, now)
     answer = answer_of(store, found)
     new = [report for report in found.checkpoints if report.folder not in known]
@@ -301,7 +301,7 @@ def _paced_progress(nbytes_per_s: float | None) -> Iterator[Progress | None]:
 
 def _begun(place: Path | None, root: str) -> PassProgress:
     """Return the pass that the file records, or a new one."""
-    fresh = PassProgress(root=root, began=utc_now())
+    fresh = PassProgress(root=root, began=utc_text())
     if place is None:
         return fresh
     try:

@@ -31,7 +31,7 @@ from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Aborted, Deleted, Manifest
 from holdfast.format.records import WriterRecord
 from holdfast.ownership.claim import WATCH_S, is_closed
-from holdfast.ownership.process import liveness, utc_now
+from holdfast.ownership.process import liveness, utc_text
 from holdfast.policy.clock import Unit, parse
 from holdfast.policy.rules import recorded_time
 from holdfast.root.byte_ranges import Listing, read_listing
@@ -166,7 +166,7 @@ class Watcher:
         newest = checkpoints[0] if checkpoints else None
         return WatchedRun(
             root=self._store.url,
-            at=utc_now(),
+            at=utc_text(),
             owner=owner,
             last_step=None if newest is None else newest.step,
             last_age_s=None if newest is None else _age_s(newest.created),

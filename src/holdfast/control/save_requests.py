@@ -23,7 +23,7 @@ from holdfast.format import layout
 from holdfast.format.records import AnswerRecord, Process, RequestRecord
 from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.ownership.annotations import checked_tags
-from holdfast.ownership.process import this_process, utc_now
+from holdfast.ownership.process import this_process, utc_text
 from holdfast.root.documents import is_own_json, is_there, read_document, read_if_there
 from holdfast.store.base import Store
 from holdfast.system import user_number
@@ -244,7 +244,7 @@ def put_save_request(
         id=request_id,
         who=_user(),
         process=this_process(),
-        created=utc_now(),
+        created=utc_text(),
         reason=reason,
         tags=checked_tags(tags),
     )
@@ -316,7 +316,7 @@ def _make_answer_record(
 ) -> AnswerRecord:
     # The text of an error may hold names from a file system, which need not be valid text.
     text = None if error is None else error[:_MAX_ERROR].encode("utf-8", "replace").decode()
-    return AnswerRecord(folder=folder, error=text, created=utc_now(), asker=asker)
+    return AnswerRecord(folder=folder, error=text, created=utc_text(), asker=asker)
 
 
 def _user() -> str:

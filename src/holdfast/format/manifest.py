@@ -162,7 +162,9 @@ class RunPolicy(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, rename={"save_class": "class"}):
-    """A committed checkpoint. Fields as in docs/format.md; `created` is for people only."""
+    """A committed checkpoint. Fields as in docs/format.md; `created` is for people and calendar
+    rules.
+    """
 
     save_id: Hex128
     label: str

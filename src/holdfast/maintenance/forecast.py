@@ -17,7 +17,7 @@ from holdfast.format.manifest import RunPolicy, Timestamp
 from holdfast.maintenance.resume_plan import standing
 from holdfast.maintenance.retention import candidate, share_files
 from holdfast.ownership.claim import is_closed
-from holdfast.ownership.process import liveness, utc_now
+from holdfast.ownership.process import liveness, utc_text
 from holdfast.policy.retention import Decision, judge, may_rest_on, unmet
 from holdfast.policy.rule import MAIN, Candidate, Rule
 from holdfast.policy.rules import Nothing, best_rules, recorded_time
@@ -230,7 +230,7 @@ class _Coming:
         steps = (entry.timestamp for entry in history)
         self._before = next((at for at in steps if at.step < self._now.step), Timestamp(step=0))
         self._distance = max(self._now.step - self._before.step, 1)
-        self._since = recorded_time(self._newest.created if is_running else utc_now())
+        self._since = recorded_time(self._newest.created if is_running else utc_text())
 
     def scheduled(self, policy: RunPolicy | None, number: int) -> list[tuple[Due, Timestamp]]:
         """Run the recorded schedule; fewer than `number` saves if it cannot be followed."""

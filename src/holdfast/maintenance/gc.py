@@ -85,7 +85,7 @@ def collect_garbage(
     report = GcReport()
     is_put_once = ends_with_its_put(store, is_sent_to=is_sent_to)
     judge = _Judge(store, frozenset(dead_epochs), own_epoch, is_put_once, emit or Emitter())
-    with_uploads = _broken_off(store, report)
+    with_uploads = _find_open_uploads(store, report)
     catalog = Catalog(store)
     attempts = catalog.attempts()
     ended = known_ended(store)
@@ -112,7 +112,7 @@ def collect_garbage(
                 store, name, register, judge, report, has_uploads=has_uploads, dry_run=dry_run
             ):
                 unproven.append(folder)
-            if has_uploads and not dry_run and _is_committed(store, folder):
+            if has_uploads and not dry_run and _may_be_committed(store, folder):
                 with suppress(AccessDenied, UnsupportedStore):
                     store.abort_uploads(folder)  # committed: all of its files exist
             if ended.is_listed(folder) and not dry_run:
@@ -150,7 +150,7 @@ def _recording_failure(what: str, report: GcReport) -> Iterator[None]:
         report.failed.append((what, str(error)))
 
 
-def _broken_off(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
+def _find_open_uploads(store: Store, report: GcReport) -> tuple[AttemptName, ...]:
     """List attempts with unfinished multipart uploads; they may have no other files."""
     try:
         folders = {key.partition("/")[0] for key in store.uploads()}
@@ -305,7 +305,7 @@ def _marks_of_dead(
 
 def _drop_stale_record(store: Store, folder: str, ended: EndedAttempts, report: GcReport) -> None:
     """Remove the record of ended attempts if it lists a committed or a just removed folder."""
-    if _is_committed(store, folder):
+    if _may_be_committed(store, folder):
         report.kept.append((folder, "committed, though it had ended: it was put back"))
     elif not any(folder == removed for removed, _ in report.removed[-1:]):
         return
@@ -369,7 +369,7 @@ def _sweep_leases(store: Store, report: GcReport, *, dry_run: bool) -> None:
     """Remove leases of dead processes, and leases on deleted checkpoints; others may be read."""
     for lease in find_leases(store):
         why = "a lease of a process that is gone" if lease.state == "dead" else ""
-        if not why and lease.lease is not None and not _is_committed(store, lease.folder):
+        if not why and lease.lease is not None and not _may_be_committed(store, lease.folder):
             why = "a lease on a checkpoint that is gone"
         if why and not dry_run:
             store.delete(lease.key)
@@ -385,7 +385,8 @@ def _is_sent_now(store: Store, name: str, own_epoch: int | None) -> bool:
     return False
 
 
-def _is_committed(store: Store, folder: str) -> bool:
+def _may_be_committed(store: Store, folder: str) -> bool:
+    """Whether a folder has a manifest, also one that is damaged or has unknown keys."""
     try:
         return isinstance(Catalog(store).read(folder), Manifest)
     except (FormatError, SealError):
@@ -403,17 +404,18 @@ def _sweep_temporary(
     store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
 ) -> None:
     """Remove temporary files of killed preflights and puts unless another process owns the root."""
-    if dry_run or _is_owned(store, judge, own_epoch):
+    if _is_owned(store, judge, own_epoch):
         return
     for key in store.children():
         name = key.rstrip("/")
         if not layout.is_scratch(name) or _is_sent_now(store, name, own_epoch):
             continue
         with _recording_failure(name, report):
-            remove_scratch(store, name)
+            if not dry_run:
+                remove_scratch(store, name)
             what = "a preflight" if layout.is_preflight(name) else "an upload"
             report.removed.append((name, f"{what} that did not end"))
-    if not store.has_folders:
+    if dry_run or not store.has_folders:
         return
     # The caller's own heartbeat may be in flight among the claims, and requests of others to it.
     claims = [layout.WRITERS, layout.REQUESTS] if own_epoch is None else []
@@ -426,5 +428,5 @@ def _sweep_temporary(
             store.sweep(layout.READERS)
     for folder in map(str, Catalog(store).open_attempts()):
         with _recording_failure(folder, report):
-            if _is_committed(store, folder):
+            if _may_be_committed(store, folder):
                 store.sweep(folder)

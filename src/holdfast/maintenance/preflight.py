@@ -33,7 +33,7 @@ from holdfast.events import Emitter
 from holdfast.format import layout
 from holdfast.ownership.claim import Choice, settled_choice
 from holdfast.ownership.owner import Ownership
-from holdfast.ownership.process import utc_now
+from holdfast.ownership.process import utc_text
 from holdfast.ownership.tiered import TieredOwnership
 from holdfast.ownership.tiered_options import TierRules
 from holdfast.policy.rule import Rule
@@ -440,7 +440,7 @@ class FirstSaveChecks:
         """Warn, once, if this host's clock is behind the time at which `standing` was saved."""
         if standing is None or self._has_compared_clocks:
             return
-        now = utc_now()
+        now = utc_text()
         if _seconds_between(now, standing.manifest.created) > _CLOCK_SKEW_S:
             self._has_compared_clocks = True
             self._emit(

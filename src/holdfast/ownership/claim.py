@@ -33,7 +33,7 @@ from holdfast.format.layout import AttemptName
 from holdfast.format.manifest import Manifest, Reference
 from holdfast.format.records import Alive, Closed, WriterRecord
 from holdfast.launched import present_ranks
-from holdfast.ownership.process import is_this_process, liveness, this_process, utc_now
+from holdfast.ownership.process import is_this_process, liveness, this_process, utc_text
 from holdfast.root.catalog import Catalog, Entry, Marks
 from holdfast.root.commit import put_once, sync_checkpoint
 from holdfast.root.documents import expect_apart, read_if_there
@@ -265,7 +265,7 @@ def new_writer(epoch: int, choice: Choice, *, takeover: bool, tiered: bool = Fal
         resumed_from=choice.point,
         rollback=choice.is_rollback,
         takeover=takeover,
-        created=utc_now(),
+        created=utc_text(),
         process=this_process(),
         tiered=tiered,
         purpose=choice.purpose,

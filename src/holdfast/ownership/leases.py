@@ -37,7 +37,7 @@ from holdfast.format.manifest import Manifest
 from holdfast.format.records import Lease
 from holdfast.format.strictjson import MAX_CHECKED_NBYTES
 from holdfast.ownership.claim import Wait, is_being_deleted, nothing_in_flight
-from holdfast.ownership.process import Liveness, liveness, this_process, utc_now
+from holdfast.ownership.process import Liveness, liveness, this_process, utc_text
 from holdfast.root.catalog import Catalog, Entry, Marks
 from holdfast.root.commit import put_once
 from holdfast.root.documents import read_document
@@ -176,7 +176,7 @@ class _HeldLease:
         self._key = layout.lease_key(folder, self._nonce)
         self._folder = folder
         self._process = this_process()
-        self._created = utc_now()
+        self._created = utc_text()
         self._beat = 1
         self._may_exist = False
         self._background = Background("holdfast-lease")

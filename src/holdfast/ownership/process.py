@@ -138,6 +138,6 @@ def is_this_process(process: Process) -> bool:
     return liveness(process) == "ours"
 
 
-def utc_now() -> str:
+def utc_text() -> str:
     """Return the current UTC time as ISO 8601 text, in seconds; only calendar rules parse it."""
     return datetime.now(timezone.utc).replace(microsecond=0).isoformat()

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from holdfast.errors import FormatError, RanksFailed, RanksSilent, UsageError
+from holdfast.errors import FormatError, RanksFailed, RanksSilent, UsageError, some_of
 from holdfast.format.records import Process
 from holdfast.format.strictjson import describe_once
 
@@ -300,17 +300,11 @@ class Watch:
     def _warn_of(self, waited_s: float, late: Mapping[int, str], advice: str) -> None:
         self._told.update(late)
         if late:
-            names = join_names([*late.values()])
+            names = some_of([*late.values()])
             self._warn(
                 f"{self._call}: waiting for {waited_s:.0f} s, as nothing has come from "
                 f"{names}{advice}"
             )
-
-
-def join_names(names: Sequence[str], limit: int = 10) -> str:
-    """Join names, the first `limit` of them, and count the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
 
 
 def describe_rank(rank: int, process: Process | None, silent_s: float = 0.0) -> str:

@@ -35,7 +35,7 @@ from holdfast.ownership.claim import Claim
 from holdfast.ownership.deletion import retract, thin
 from holdfast.ownership.leases import Readers
 from holdfast.ownership.owner import Following, Ownership
-from holdfast.ownership.process import utc_now
+from holdfast.ownership.process import utc_text
 from holdfast.ownership.tiered import claim_document
 from holdfast.ownership.tiered_options import TieredOptions
 from holdfast.ranks.coordinator import GRACE_S, Coordinator, Watch, decode_message
@@ -506,7 +506,7 @@ class HostUploads(UploadThread):
         assert names is not None, "there are several hosts"
         self._sender.hosts, self._sender.nonce = names, self.claim.nonce
         record = TiersRecord(
-            remote=self._remote.url, changed=utc_now(), epoch=self.claim.epoch, host=names.own
+            remote=self._remote.url, changed=utc_text(), epoch=self.claim.epoch, host=names.own
         )
         self._ledger.note_tiers(record)
         super().go_on()
@@ -625,7 +625,7 @@ class HostUploads(UploadThread):
             remote=self._remote.url,
             state=state,
             nbytes=entry.manifest.nbytes,
-            changed=utc_now(),
+            changed=utc_text(),
             sent_nbytes=sent_nbytes,
             tries=self._tries[entry.folder],
             error=error[:MAX_ERROR_CHARS] or None,

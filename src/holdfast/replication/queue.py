@@ -16,7 +16,7 @@ from holdfast.format.manifest import Manifest, Timestamp
 from holdfast.format.records import TiersRecord, UploadRecord, UploadState
 from holdfast.maintenance.retention import candidate
 from holdfast.ownership.owner import Ownership
-from holdfast.ownership.process import utc_now
+from holdfast.ownership.process import utc_text
 from holdfast.ownership.tiered_options import Lag
 from holdfast.policy.retention import decide
 from holdfast.policy.rule import Candidate, Rule
@@ -301,7 +301,7 @@ class UploadQueue:
             remote=self._where,
             state=state,
             nbytes=entry.manifest.nbytes,
-            changed=utc_now(),
+            changed=utc_text(),
             sent_nbytes=sent_nbytes,
             tries=self._tries.get(entry.folder, 0),
             error=error[:MAX_ERROR_CHARS] or None,
@@ -327,7 +327,7 @@ class UploadQueue:
             before = TiersRecord(remote=self._where, changed="")
         record = structs.replace(
             before,
-            changed=utc_now(),
+            changed=utc_text(),
             host=self.host,
             epoch=before.epoch if epoch is None else epoch,
             error=error[:MAX_ERROR_CHARS] or None,

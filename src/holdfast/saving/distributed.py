@@ -88,7 +88,7 @@ from holdfast.saving.save_messages import (
     expand_tree,
     shorten_tree,
 )
-from holdfast.saving.shard_plan import (
+from holdfast.saving.shares import (
     Difference,
     Form,
     OwnSamples,

@@ -39,7 +39,7 @@ from holdfast.saving.handover import SharedImage
 from holdfast.saving.links import Links
 from holdfast.saving.participants import Gathered, OwnFile, SaveParticipant
 from holdfast.saving.save import STAGED_RECORDS, StagedRecord, Tools, write
-from holdfast.saving.shard_plan import Plan, Share, decode_form
+from holdfast.saving.shares import Plan, Share, decode_form
 from holdfast.staging.in_memory import ImageTransfer
 from holdfast.staging.interfaces import KnownFile, Staged
 from holdfast.staging.shared import (

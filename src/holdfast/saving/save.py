@@ -43,7 +43,7 @@ from holdfast.format.records import Process
 from holdfast.format.tensors import TensorFile, count_record_nbytes
 from holdfast.ownership.claim import Claim, expect_claim
 from holdfast.ownership.owner import Ownership
-from holdfast.ownership.process import utc_now
+from holdfast.ownership.process import utc_text
 from holdfast.results import SavePhase
 from holdfast.root.commit import (
     SaveAttempt,
@@ -551,7 +551,7 @@ def manifest_of(
         sequence=request.sequence,
         parent=request.claim.resumed_from,
         timestamp=request.timestamp,
-        created=utc_now(),
+        created=utc_text(),
         save_class=request.save_class,
         reason=request.reason,
         tags=request.tags,

@@ -25,7 +25,7 @@ from holdfast.ranks.coordinator import RankFailure
 from holdfast.saving.links import LinkSource
 from holdfast.saving.participants import OwnFile
 from holdfast.saving.probe import ProbeNote
-from holdfast.saving.shard_plan import Part
+from holdfast.saving.shares import Part
 from holdfast.staging.interfaces import Staged
 from holdfast.store.base import Buffer
 

@@ -20,11 +20,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from holdfast.cli.output import write_message
-from holdfast.cli.supervisor import ChildEnding, ChildProcess, signal_name
+from holdfast.cli.supervisor import ChildEnding, ChildProcess
 from holdfast.errors import StoreError
 from holdfast.format import layout
 from holdfast.format.layout import AttemptName
-from holdfast.system import IS_LINUX, PROC
+from holdfast.system import IS_LINUX, PROC, signal_name
 
 _DISCOVER_S = 0.2
 """Seconds between searches for roots: scripts make them below the given folder, too."""

@@ -33,7 +33,7 @@ from holdfast.saving.distributed import DistributedSaves
 from holdfast.saving.links import Links
 from holdfast.saving.probe import ProbeResult
 from holdfast.saving.save import SaveRequest, Tools, write
-from holdfast.saving.shard_plan import OwnShare
+from holdfast.saving.shares import OwnShare
 from holdfast.state.capture.capture import Captured
 from holdfast.store.base import Store
 from holdfast.testing.cluster.network import Event

@@ -18,7 +18,7 @@ from holdfast.errors import UsageError
 from holdfast.format.layout import BLOCK_NBYTES
 from holdfast.format.objects import document
 from holdfast.format.tensors import TensorFile, TensorSpec, lay_out
-from holdfast.saving.shard_plan import OwnShare
+from holdfast.saving.shares import OwnShare
 from holdfast.staging.interfaces import KnownFile, Staged, StagedContent, StagingTransfer
 from holdfast.state.capture.capture import Captured
 from holdfast.state.components import CapturedComponent

@@ -23,7 +23,7 @@ from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.access import place_of
 from holdfast.ownership.annotations import checked_metrics, checked_tags
-from holdfast.ownership.process import utc_now
+from holdfast.ownership.process import utc_text
 from holdfast.ownership.tiered_catalog import catalog_of
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.clock import Time
@@ -235,7 +235,7 @@ def _nothing(
         pinned=False,
         save_class=due.save_class,
         reason=due.reason,
-        created=utc_now(),
+        created=utc_text(),
         nbytes=0,
         unhealthy=unhealthy,
     )

@@ -1,7 +1,7 @@
 """Shares of a save by several ranks: leaves and boxes that each rank holds, and files it writes.
 
-The leader plans from the shares of all ranks. Knows the messages' content, and neither their way
-nor files on disk.
+The leader makes a `Plan` from the `Share` of each rank: `state.shardplan` chooses who writes which
+box. Messages are sent by `saving.distributed`.
 """
 
 from __future__ import annotations
