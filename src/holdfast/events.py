@@ -87,6 +87,7 @@ _LEVELS: Mapping[str, int] = {
     "frozen": logging.INFO,
     "interval": logging.INFO,
 }
+"""Levels by kind; other kinds are logged at DEBUG."""
 
 
 def log_event(event: Event) -> None:
@@ -115,7 +116,7 @@ class Emitter:
         """Pass all later events to one more sink."""
         self._sinks = (*self._sinks, sink)
 
-    def leave_reports(self) -> None:
+    def drop_leader_sinks(self) -> None:
         """Drop the sinks with `is_for_leader`, on a rank that is not the leader."""
         self._sinks = tuple(
             sink for sink in self._sinks if not getattr(sink, "is_for_leader", False)

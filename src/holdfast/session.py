@@ -173,7 +173,7 @@ class Session:
         self._group_alarm = GroupAlarm(ranks, self.emit)
         self._shares_ranks = isinstance(ranks, Coordinator)
         if not self.ranks.is_leader:
-            self.emit.leave_reports()
+            self.emit.drop_leader_sinks()
 
     def _probe_root(self, folder: str) -> ProbeResult:
         """Try the root as a follower, before the first save."""

@@ -12,7 +12,7 @@ from holdfast.cli.output import Answer, number
 from holdfast.cli.target import names_one, open_target, read_entry
 from holdfast.errors import UsageError
 from holdfast.ownership.annotations import annotate, expect_removable
-from holdfast.root.upload_records import expect_marks_read
+from holdfast.root.upload_records import expect_leading_disk
 
 
 class Marked(Document, frozen=True):
@@ -106,7 +106,7 @@ def _change_marks(
         raise UsageError(f"{target!r}: name one checkpoint, as ROOT@WHICH")
     store, folder = open_target(target)
     entry = read_entry(store, folder)
-    expect_marks_read(store)
+    expect_leading_disk(store)
     expect_removable(entry, remove_tags)
     annotate(
         store,

@@ -434,7 +434,7 @@ class Loader(Feed):
         if are_laps and batch == 0:
             return 0, notes
         settings = self._settings(seed, epoch, batch)
-        differing = position.differing(stored, settings)
+        differing = position.differing_settings(stored, settings)
         if not differing:
             return batch, notes
         if are_laps and batch == position.epoch_length(stored):
@@ -455,7 +455,7 @@ class Loader(Feed):
                 f"{name}: stored {stored.get(name)}, here {settings.get(name)}"
                 for name in differing
             )
-            + position.other_version(stored)
+            + position.advice_for_version(stored)
         )
 
     def _carry_on(self, stored: Mapping[str, Any], notes: list[str]) -> tuple[int, list[str]]:

@@ -73,7 +73,7 @@ def epoch_length(stored: Mapping[str, Any]) -> int:
     return int(stored.get(PER_EPOCH, in_lap)) if in_lap else 0
 
 
-def differing(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+def differing_settings(stored: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
     """List the members that differ from a loader's settings, except how a shuffle is drawn."""
     names = (VERSION, *SETTINGS, PER_EPOCH, NUM_BATCHES)
     found = [name for name in names if stored.get(name) != settings.get(name)]
@@ -94,7 +94,7 @@ def changes_of_version(stored: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def other_version(stored: Mapping[str, Any]) -> str:
+def advice_for_version(stored: Mapping[str, Any]) -> str:
     """Return what to do about a position of another version, as the end of an error."""
     if stored[VERSION] == PRESENT_VERSION:
         return ""

@@ -220,7 +220,7 @@ class Stream(Feed):
                     f"{name}: stored {state[name]}, here {self._settings[name]}"
                     for name in differing
                 )
-                + position.other_version(state)
+                + position.advice_for_version(state)
             )
         return [None if part is None else _Place.of(part) for part in state["workers"]], notes
 

@@ -46,7 +46,7 @@ from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import check_ownership, kept_of_others, name_latest, sync_checkpoint
 from holdfast.root.history_writer import HistoryWriter
 from holdfast.root.remaining import parts_of
-from holdfast.root.upload_records import NotedUploads, expect_one_root
+from holdfast.root.upload_records import NotedUploads, expect_all_files_here
 from holdfast.store.base import Store
 
 
@@ -55,7 +55,7 @@ def _claimed(
     store: Store, choices: Iterator[Choice], emit: Emitter
 ) -> Iterator[tuple[Ownership, Claim]]:
     """Claim the run for the deletions of the `with` block, and release it."""
-    expect_one_root(store)
+    expect_all_files_here(store)
     owner = Ownership(store, takeover=False, emit=emit)
     owner.claim_ownership(choices)
     assert owner.claim is not None
@@ -111,7 +111,7 @@ def preview(
     store: Store, rule: Rule, *, known: Mapping[str, Manifest] | None = None
 ) -> tuple[PlannedDecision, ...]:
     """Plan which checkpoints `prune_checkpoints` would delete now. Writes nothing."""
-    expect_one_root(store)
+    expect_all_files_here(store)
     catalog = Catalog(store)
     point = standing(store).point
     attempts = (name.epoch for name in catalog.attempts())
@@ -184,7 +184,7 @@ class DeletionPlan:
 
 def examine(store: Store, entry: Entry, components: Sequence[str] = ()) -> DeletionPlan:
     """Find out what deleting a checkpoint, or components of it, would do. Writes nothing."""
-    expect_one_root(store)
+    expect_all_files_here(store)
     marks, manifest = entry.marks, entry.manifest
     nbytes = parts_of(store, entry.folder, manifest, marks).nbytes
     if components:
@@ -374,7 +374,7 @@ class Damaged:
 
 def examine_damaged(store: Store, folder: str) -> Damaged:
     """Describe a checkpoint whose manifest is damaged or lost. Writes nothing."""
-    expect_one_root(store)
+    expect_all_files_here(store)
     if layout.parse_attempt(folder) is None:
         raise UsageError(
             f"{folder!r} is not the name of a checkpoint's folder; `holdfast ls` lists the names"

@@ -172,7 +172,7 @@ class _Judge:
         emit: Emitter,
     ) -> None:
         self._store = store
-        self.named, self._own = dead_epochs, own_epoch
+        self.declared_dead, self._own = dead_epochs, own_epoch
         self._is_put_once = is_put_once
         self._emit = emit
         self._newest = Catalog(store).highest_epoch()
@@ -188,7 +188,7 @@ class _Judge:
 
     def is_attempt_closed(self, epoch: int, register: Register | None) -> bool:
         """Whether no writer or uploader can still add files to an attempt of that epoch."""
-        if epoch in self.named or (isinstance(register, Deleted) and self._is_put_once):
+        if epoch in self.declared_dead or (isinstance(register, Deleted) and self._is_put_once):
             return True
         if not self._are_dead(epoch, max(epoch, self._newest)):
             return False
@@ -249,7 +249,7 @@ def _visit(
         raise found
     is_committed = isinstance(found, Manifest | SealError)  # that: encrypted for other keys
     if is_committed:
-        for key in _marks_of_dead(store, folder, register, judge.named):
+        for key in _marks_of_dead(store, folder, register, judge.declared_dead):
             if not dry_run:
                 store.delete(key)
             report.removed.append((key, "the mark of a deletion that its writer does not end"))
@@ -259,7 +259,7 @@ def _visit(
         return True
     is_proven = judge.is_made_by_its_writer(name) or (
         # A person named the writer, whose claim may be lost: then the content is the proof.
-        name.epoch in judge.named and holds_own_files(store, folder)
+        name.epoch in judge.declared_dead and holds_own_files(store, folder)
     )
     if register is None and not is_proven:
         report.kept.append((folder, f"writer {name.epoch} is not known to have made it"))

@@ -19,7 +19,7 @@ from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.root.address import split_folder, split_source, which_beside
 from holdfast.root.catalog import Catalog, Entry, standalone
 from holdfast.root.single import alone
-from holdfast.root.upload_records import expect_marks_read
+from holdfast.root.upload_records import expect_leading_disk
 from holdfast.store import open_store
 from holdfast.store.base import Store
 
@@ -98,7 +98,7 @@ def add_metrics(
         raise UsageError(f"{os.fspath(checkpoint)!r}: name one checkpoint, as root@step=500")
     store = sealing(store, encrypt)
     entry = standalone(store, folder) if folder else Catalog(store).find_checkpoint(which)
-    expect_marks_read(store)
+    expect_leading_disk(store)
     annotate(store, entry, metrics=metrics, replace=replace)
 
 

@@ -356,7 +356,7 @@ class Sender:
             return block_digest(self._local.get(key, start, stop - start))
 
         def digests() -> Iterator[bytes]:
-            return self._each(
+            return self._run_in_order(
                 (partial(digest, *span) for span in list_blocks(files[name].nbytes)), key
             )
 
@@ -452,7 +452,7 @@ class Sender:
         send = partial(self._send_group, writer, source)
         try:
             with closing(
-                self._each((partial(send, group) for group in groups_of(pieces)), source)
+                self._run_in_order((partial(send, group) for group in groups_of(pieces)), source)
             ) as sent:
                 for _ in sent:
                     continue
@@ -476,11 +476,13 @@ class Sender:
         """Whether the remote file has these bytes; True, unread, if nothing is to be read back."""
         if not self._reads_back:
             return True
-        answers = self._each((partial(self._has_piece, key, piece) for piece in pieces), key)
+        answers = self._run_in_order(
+            (partial(self._has_piece, key, piece) for piece in pieces), key
+        )
         with closing(answers):
             return all(answers)
 
-    def _each(self, jobs: Iterable[Callable[[], T]], key: str) -> Generator[T, None, None]:
+    def _run_in_order(self, jobs: Iterable[Callable[[], T]], key: str) -> Generator[T, None, None]:
         """Run jobs, a few at once, and yield their results in order."""
         waiting = deque[Future[T]]()
         try:

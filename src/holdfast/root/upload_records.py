@@ -27,7 +27,7 @@ class Ledger:
         self._local = local
 
     def waiting(self) -> dict[str, UploadRecord | None]:
-        """Read the notes, as `notes` does, but only on checkpoints that are not yet uploaded."""
+        """Read the notes of checkpoints that are not yet uploaded, as `read_notes` does."""
         notes = self.read_notes().items()
         return {name: note for name, note in notes if note is None or note.state != "uploaded"}
 
@@ -100,7 +100,7 @@ def find_elsewhere(
     return {host: names for host, names in lacking.items() if names}
 
 
-def expect_one_root(store: Store) -> None:
+def expect_all_files_here(store: Store) -> None:
     """Raise `UsageError` if a local root has only one host's files of the run's checkpoints."""
     tiers = Ledger(store).tiers()
     if tiers is None or not tiers.host:
@@ -113,7 +113,7 @@ def expect_one_root(store: Store) -> None:
         )
 
 
-def expect_marks_read(store: Store) -> None:
+def expect_leading_disk(store: Store) -> None:
     """Raise `UsageError` if the run reads no marks in this root: another host led its last save."""
     tiers = Ledger(store).tiers()
     if tiers is None or not tiers.host:

@@ -259,7 +259,7 @@ class _RanksSave(SaveParticipant):
         recorded = digest_records(self._recorded)
         warnings = b"".join(map(digest_warning, self._warnings))
         known = self._together.known.get(self._components)
-        if known is not None and known.own.is_that_of(captured):
+        if known is not None and known.own.matches_state(captured):
             self._own, self._part = known.own, known.part
             self._plan_id = known.plan_id
             self._own.num_saves += 1

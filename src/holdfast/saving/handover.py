@@ -90,7 +90,7 @@ class SharedStager(Stager):
         }
         self._emit = emit
         self._own: StagingFolder | None = None
-        self._is_lost = False
+        self._is_partly_private = False
         """Whether some of the state is in ordinary memory."""
         self._thread = Workers(1, "holdfast-memory")
         self._lock = threading.Lock()
@@ -154,7 +154,7 @@ class SharedStager(Stager):
         is_staged: Future[None],
     ) -> None:
         """In the save thread: record the save, now or as soon as all of it is copied."""
-        if self._own is None or self._is_lost:
+        if self._own is None or self._is_partly_private:
             return
         with self._lock:
             self._current = staged
@@ -207,7 +207,7 @@ class SharedStager(Stager):
                 self._own.withdraw()
 
     def _make_image(self, file: TensorFile, *, is_apart: bool) -> FileImage:
-        if not self._is_lost:
+        if not self._is_partly_private:
             try:
                 own = self._own = self._own or self._make_own_folder()
                 self._drop_own(own, file.name)  # of another layout
@@ -244,8 +244,8 @@ class SharedStager(Stager):
 
     def _use_ordinary_memory(self, why: str) -> None:
         """Use ordinary memory from now on; what is in use stays mapped until it is replaced."""
-        if not self._is_lost:
-            self._is_lost = True
+        if not self._is_partly_private:
+            self._is_partly_private = True
             self._emit(
                 "warning",
                 f"holdfast run --memory: {why}. The state is staged in ordinary memory: what is "

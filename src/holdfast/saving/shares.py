@@ -63,7 +63,7 @@ class Form(msgspec.Struct, frozen=True):
     """Number of the box's corners among those of the rank, 32 bits."""
 
     @property
-    def own_leaves(self) -> Ints:
+    def per_rank_leaves(self) -> Ints:
         """Numbers of the leaves of which each rank has its own."""
         pairs = zip(self.components, self.kinds, strict=True)
         by_rank = {name for name, kind in pairs if kind.endswith(_PER_RANK)}
@@ -254,7 +254,7 @@ class OwnShare:
         """Return component and key of a box."""
         return self._rows[row][:2]
 
-    def is_that_of(self, captured: Captured) -> bool:
+    def matches_state(self, captured: Captured) -> bool:
         """Whether a captured state has the same leaves and boxes."""
         parts = captured.components
         return parts.keys() == self._parts.keys() and all(
@@ -730,7 +730,7 @@ class Plan:
         for rank, share in enumerate(shares):
             form = forms[share.form]
             if share.form not in known:
-                own = form.own_leaves
+                own = form.per_rank_leaves
                 shared = np.setdiff1d(np.arange(len(form.leaves)), own)
                 numbers = np.empty(len(form.leaves), np.int32)
                 numbers[shared] = self._number_leaves(

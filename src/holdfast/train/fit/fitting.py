@@ -299,7 +299,7 @@ class Fit:
                 self._status.has_begun = True
                 try:
                     with self._undo.fetching():
-                        window = self._batches.window(self._parts.accumulate)
+                        window = self._batches.take_window(self._parts.accumulate)
                 except Interrupted as error:
                     self._interruption = error
                     break
@@ -309,7 +309,7 @@ class Fit:
                     raise UsageError("data gave no batch in a whole epoch")
                 else:
                     if self._counters.batch:
-                        self._batches.ended_late(self._counters.batch, self._counters.step)
+                        self._batches.warn_of_late_end(self._counters.batch, self._counters.step)
                     of_epoch, pictures = self._parts.update.end_epoch()
                     self._counters.end_epoch()
                     self._manager.fence()  # a schedule may change what a save copies

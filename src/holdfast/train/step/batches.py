@@ -65,7 +65,7 @@ class Batches:
         """Drop the iteration and its data workers, which may take long to end."""
         self._rest = iter(())
 
-    def window(self, size: int) -> list[Any]:
+    def take_window(self, size: int) -> list[Any]:
         """Take the next `size` batches at once, so that data is at a step's end between steps."""
         taken, self.own = [], []
         for batch in islice(self._rest, size):
@@ -133,7 +133,7 @@ class Batches:
         )
         return False
 
-    def ended_late(self, num_taken: int, step: int) -> None:
+    def warn_of_late_end(self, num_taken: int, step: int) -> None:
         """Warn, once, if an epoch's end is detected only after its last step."""
         if self._is_warned or not self._is_trusted:
             return
@@ -214,7 +214,7 @@ class Limits:
         if isinstance(data, Mapping):
             return {name: self.of_validation(loader, size) for name, loader in data.items()}
         limit = size or self.num_steps or self.val
-        return data if limit is None else Head(data, _count_batches("val", limit, data))
+        return data if limit is None else FirstBatches(data, _count_batches("val", limit, data))
 
 
 class _ShortEpochs:
@@ -274,7 +274,7 @@ class Limited(_ShortEpochs):
         self._batch = state["batch"]
 
 
-class Head:
+class FirstBatches:
     """The first batches of a loader; all other attributes are the loader's."""
 
     def __init__(self, loader: Any, size: int) -> None:
