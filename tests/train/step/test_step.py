@@ -162,4 +162,4 @@ def test_a_batch_of_a_class_of_its_own_is_moved_by_its_to(kind: type[Own]) -> No
 def test_a_window_takes_no_batch_beyond_itself() -> None:
     batches = Batches(range(5))
     batches.start_iterating(0)
-    assert [batches.window(2) for _ in range(4)] == [[0, 1], [2, 3], [4], []]
+    assert [batches.take_window(2) for _ in range(4)] == [[0, 1], [2, 3], [4], []]
