@@ -328,7 +328,7 @@ class KnownCommit:
         """Raise `RolledBack` unless `latest` is this commit or a later one."""
         wanted = f"{self.order[0]:04d}-{self.order[1]:06d}"
         if latest is None:
-            raise RolledBack(f"{where}: nothing is there, and `seen` is commit {wanted}")
+            raise RolledBack(f"{where}: no checkpoint found, but `seen` is commit {wanted}")
         if latest.order < self.order:
             raise RolledBack(
                 f"{where}: commit {wanted} of `seen` is newer than the newest usable checkpoint, "

@@ -362,9 +362,7 @@ def use_too_early(rank: int) -> str:
 def test_a_loader_that_was_made_before_the_group_says_so() -> None:
     """Else each rank would train on all of the data."""
     for rank, said in enumerate(run_ranks(2, use_too_early)):
-        assert f"made for rank 0 of 1, but in the process group this is rank {rank} of 2" in str(
-            said
-        )
+        assert f"made for rank 0 of 1, but this process is rank {rank} of 2" in str(said)
 
 
 def test_a_loader_that_is_made_before_its_group_takes_the_part_that_the_launcher_names(

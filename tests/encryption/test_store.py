@@ -585,7 +585,7 @@ def test_what_is_older_than_what_was_seen_is_refused() -> None:
             with pytest.raises(errors.RolledBack, match="is newer than"):
                 resumed(target, seen=seen[later])
             assert stored(target) == before
-    with pytest.raises(errors.RolledBack, match="nothing is there"):
+    with pytest.raises(errors.RolledBack, match="no checkpoint found"):
         resumed(MemoryStore(), seen=seen[0])
     with pytest.raises(errors.RolledBack, match="another save"):
         resumed(store, seen=seen[4][:-1] + ("0" if seen[4][-1] != "0" else "1"))

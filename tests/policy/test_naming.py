@@ -231,7 +231,7 @@ def test_a_root_may_be_a_template_or_a_function(root: Any, path: str) -> None:
         ("a{b", None, "'a{b'"),
         ("", None, "must name a place"),
         (lambda: None, None, "returned None"),
-        (lambda: "", None, "which is no path"),
+        (lambda: "", None, "not a path"),
     ],
 )
 def test_a_bad_root_is_refused_when_given(root: Any, run_name: str | None, message: str) -> None:

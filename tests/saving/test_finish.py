@@ -273,7 +273,7 @@ def test_a_living_process_keeps_its_save_which_is_finished_once_it_is_dead(
     with monkeypatch.context() as living:
         living.setattr(finish_module, "_DEAD_S", 0.0)
         living.setattr(finish_module, "liveness", lambda process: "alive")
-        assert "not proven dead" in finish(folder)
+        assert "may still run" in finish(folder)
         assert [entry.step for entry in entries_of(root)] == [2, 1]
     assert "finished" in finish(folder)
     assert [entry.step for entry in entries_of(root)] == [3, 2, 1]
@@ -286,7 +286,7 @@ def test_a_process_of_another_namespace_is_dead_if_its_lock_is_free(
     train(folder, root, until=9, at=KEPT + 1, die="before the manifest")
     monkeypatch.setattr(finish_module, "_DEAD_S", 0.0)
     monkeypatch.setattr(finish_module, "liveness", lambda process: "unknown")
-    assert "not proven dead" in finish(folder)
+    assert "may still run" in finish(folder)
     assert "finished" in finish(folder, are_dead=True)
     assert [entry.step for entry in entries_of(root)] == [3, 2, 1]
 

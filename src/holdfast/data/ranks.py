@@ -104,7 +104,7 @@ def check_group(made_for: DataRanks, has_warned: bool) -> bool:
     if group != made_for:
         then, now = (f"rank {ranks[0]} of {ranks[1]}" for ranks in (made_for, group))
         raise UsageError(
-            f"the loader was made for {then}, but in the process group this is {now}: "
-            "make the loader after the group, or give it `ranks`"
+            f"the loader was made for {then}, but this process is {now}: make the "
+            "loader after the process group, or give it `ranks`"
         )
     return has_warned

@@ -319,7 +319,7 @@ def is_index_name(name: str) -> bool:
 def stored_name(number: int) -> str:
     """Return the name under which the n-th file of an encrypted checkpoint is stored, from 0."""
     if number >= MAX_STORED_FILES:
-        raise LimitExceeded(f"file {number:,}: an encrypted checkpoint has no such file")
+        raise LimitExceeded(f"file {number:,}: too many for an encrypted checkpoint")
     return f"file-{number:05d}.sealed"
 
 

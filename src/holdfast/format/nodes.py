@@ -192,7 +192,7 @@ def _read_timedelta(parts: Any) -> datetime.timedelta:
     days, seconds, microseconds = _integers(parts, count=3)
     value = datetime.timedelta(days, seconds, microseconds)
     if _write_timedelta(value) != {"$timedelta": parts}:
-        raise ValueError("a time that is written in another way")
+        raise ValueError("a time not in canonical form")
     return value
 
 
@@ -210,7 +210,7 @@ def _write_datetime(value: datetime.datetime) -> Any:
 def _read_datetime(text: Any) -> datetime.datetime:
     value = datetime.datetime.fromisoformat(_require_text(text))
     if value.isoformat() != text:
-        raise ValueError("a time that is written in another way")
+        raise ValueError("a time not in canonical form")
     return value
 
 

@@ -350,7 +350,7 @@ def _expect_sealed(store: Store) -> None:
     if newest is not None:
         raise NotSealed(
             f"{store.url}/{newest.folder}: is not encrypted, and the import would be. Give no "
-            "keys, a root of its own, or --accept-plain (accept_plain=True)"
+            "keys, another root, or --accept-plain (accept_plain=True)"
         )
 
 

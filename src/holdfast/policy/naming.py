@@ -115,7 +115,7 @@ def fill_root(
     if callable(root):
         text: object = root()
         if not isinstance(text, str) or not text:
-            raise UsageError(f"the function for the root returned {text!r}, which is no path")
+            raise UsageError(f"the function for the root returned {text!r}, not a path")
         return text
     constants = _constants(run_name, ranks)
     fields = _fields("root", root, constants)

@@ -46,7 +46,7 @@ def policies_of(
     policies = {side.name: side.policy for side in sides}
     if isinstance(every, int | float):
         raise UsageError(
-            f"every={every!r}: an interval has a unit, such as every='{every}step' for steps"
+            f"every={every!r}: an interval needs a unit, such as every='{every}step' for steps"
         )
     if every is None:
         return policies

@@ -468,7 +468,7 @@ def is_elsewhere(last: Timestamp | None, now: Timestamp) -> bool:
 def _raise_unknown_epoch(time: Time) -> NoReturn:
     """Raise `UsageError` for a part of an epoch whose length is not known."""
     raise UsageError(
-        f"'{time}' is a part of an epoch, and only a Trainer knows how many steps that has: write "
+        f"'{time}' is a part of an epoch, and only a Trainer knows the steps of an epoch: write "
         f"Every('{time}', epoch='100step') with their number, or the interval in steps"
     )
 

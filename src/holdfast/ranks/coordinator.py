@@ -190,7 +190,7 @@ class Coordinator(ABC):
         """Make a way to exchange buffers, at one point on all ranks; `UsageError` if none."""
         raise UsageError(
             f"broadcast=True or HostTiers: the ranks of {type(self).__name__} send each other no "
-            "tensors; it needs the ranks of torch's default process group"
+            "tensors; use torch's default process group"
         )
 
     def close(self) -> None:  # noqa: B027 - most have nothing to do

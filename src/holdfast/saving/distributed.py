@@ -1068,7 +1068,7 @@ class FollowingSave(_RanksSave):
         found = self._heard.decode_manifest(data, what=f"the manifest of {attempt.folder}")
         attempt.digest = self._heard.digest
         if found is None or found.save_id != attempt.save_id:
-            raise FormatError(f"{attempt.folder}: the leader has sent another manifest")
+            raise FormatError(f"{attempt.folder}: the leader sent another save's manifest")
         if hosts.is_host_leader:
             try:
                 for name, document in documents.items():

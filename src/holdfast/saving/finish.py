@@ -182,8 +182,8 @@ def _expect_dead(ranks: Sequence[DeadRank]) -> None:
         if time.monotonic() > end:
             process = left[0].record.process
             raise _NotFinished(
-                f"process {process.pid} on {process.host}, of rank {left[0].record.part.rank}, is "
-                "not proven dead"
+                f"process {process.pid} on {process.host}, of rank {left[0].record.part.rank}, may "
+                "still run"
             )
         time.sleep(0.05)
 

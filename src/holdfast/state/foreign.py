@@ -78,7 +78,7 @@ def _stateful(loader: object) -> str | None:
         problems.append("the stock RandomSampler loses its order in mid-epoch")
     if getattr(loader, "num_workers", 0) > 0:
         problems.append("the workers' random generators are not restored")
-    advice = ". holdfast.data.Loader is exact in both" if problems else ""
+    advice = ". holdfast.data.Loader is exact" if problems else ""
     if _is_buffered(getattr(loader, "dataset", None)):
         problems.append(_BUFFERED)
     return f"StatefulDataLoader: {'; '.join(problems)}{advice}" if problems else None

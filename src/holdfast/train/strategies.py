@@ -163,8 +163,8 @@ class Replicated(Parallel):
             logger.warning(
                 "DDP(rebuild_buckets=True): the resume is not exact. In the first step after a "
                 "start torch sums gradients in another order, so on %d ranks the last digits may "
-                "differ from those of an undisturbed run. For exact resumes, give "
-                "rebuild_buckets=False from the beginning of a run on",
+                "differ from those of an uninterrupted run. For exact resumes, use "
+                "rebuild_buckets=False from the start of a run",
                 self.group.world_size,
             )
 

@@ -289,7 +289,7 @@ class SourceState:
         for path, value in flatten(state, (), tensor=PlacedTensor, keeps_empty=False):
             name = ".".join(map(str, path))
             if name in self._items:
-                raise FormatError(f"{source.url}: DCP would call two of its values {name!r:.200}")
+                raise FormatError(f"{source.url}: DCP would name two values {name!r:.200}")
             self._items[name] = path, value
 
     @property

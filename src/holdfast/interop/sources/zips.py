@@ -115,7 +115,7 @@ class Zip:
         if sign != b"PK\x03\x04" or method != 0 or flags & 0x2041:
             raise CorruptData(f"{what} has no header of a stored member")
         if name.decode("utf-8", "replace") != member.name:
-            raise CorruptData(f"{what} has the header of another one")
+            raise CorruptData(f"{what} has the header of another member")
         start = member.header + _LOCAL.size + num_name + num_extra
         if start + member.nbytes > self._nexts[member.header]:
             raise CorruptData(f"{what} reaches into the next one")

@@ -358,8 +358,8 @@ def _count_batches(name: str, value: int | float, loader: Any) -> int:
     length = length_of(loader)
     if length is None:
         raise UsageError(
-            f"limits: {name}={value!r}: a part of a loader without a length; give a number of "
-            "batches"
+            f"limits: {name}={value!r}: a fraction needs a loader with a length; give a number "
+            "of batches"
         )
     return max(1, math.floor(value * length))
 

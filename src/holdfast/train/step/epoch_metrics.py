@@ -140,7 +140,7 @@ class Scores:
     ) -> None:
         """Check the metrics; `what` names the argument in errors; `is_saved`: they have a state."""
         if not isinstance(metrics, Mapping):
-            raise UsageError(f"{what}={shown(metrics)}: must be metrics by name")
+            raise UsageError(f"{what}={shown(metrics)}: must map names to metrics")
         self._what = what
         self._group = group
         self._scores: dict[str, _Score] = {}

@@ -75,7 +75,7 @@ class MicroBatches:
             if count > size:
                 raise UsageError(
                     f"micro_batch={self._size}: this rank has {size} samples in a batch that "
-                    f"another rank splits into {count}: give all ranks batches of one size"
+                    f"another rank splits into {count}: give all ranks batches of equal size"
                 )
             for part, start, end in _split_batch(batch, size, count):
                 part_of_batch = (end - start) / size

@@ -219,7 +219,7 @@ class NanBudget:
             )
         self.num_skipped += 1
         logger.warning(
-            "%s: it is not applied (%d of the %d that skip_nan allows)",
+            "%s: step skipped (%d of %d allowed by skip_nan)",
             what,
             self.num_skipped,
             self.limit,
