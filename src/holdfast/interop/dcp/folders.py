@@ -111,8 +111,8 @@ def export_folder(
         if frozen := [name for name, part in parts.items() if part.frozen is not None]:
             raise UsageError(
                 f"{state.entry.folder}: frozen parameters of {', '.join(frozen)} were saved by "
-                "digest, so the folder would lack them. Resume the run on its base, save a "
-                "checkpoint without frozen=, and export that"
+                "digest, so the folder would lack them. Resume the run with its base model, save "
+                "a checkpoint without frozen=, and export that"
             )
         if not unsafe_pickle:
             refuse_pickles(
