@@ -72,7 +72,7 @@ CASES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "another batch size, within an epoch": (other_batch_size, "batch_size: stored 5, here 4"),
     "a position of another kind of loader": (other_loader, "data"),
     "no position in the data": (no_position, "data"),
-    "a component that only that run has": (average, "ema"),
+    "a component only in the old run": (average, "ema"),
     "a loss scaler": (scaler, "scaler"),
 }
 """Words of docs/bridges/index.md, how to change the state, and what the refusal says."""

@@ -284,7 +284,7 @@ def entry_of(metadata: Metadata, name: str) -> Any:
         (lambda m: setattr(first_place(m), "length", 20), "'half': no tensor"),
         (lambda m: setattr(entry_of(m, "half"), "size", torch.Size([9, 2])), "do not tile"),
         (lambda m: setattr(entry_of(m, "half"), "size", "big"), "without sizes"),
-        (lambda m: setattr(entry_of(m, "half"), "chunks", [1]), "no ChunkStorageMetadata"),
+        (lambda m: setattr(entry_of(m, "half"), "chunks", [1]), "expected a ChunkStorageMetadata"),
         (lambda m: m.storage_data.clear(), "does not say where"),
         (lambda m: setattr(m, "storage_data", None), "does not say where"),
         (lambda m: setattr(m, "state_dict_metadata", []), "does not say what was saved"),

@@ -93,7 +93,7 @@ def test_a_gc_that_looks_for_no_uploads_is_caught(
     service: Service, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R26: the test above fails without the line of ours that it is for."""
-    monkeypatch.setattr(gc, "_broken_off", lambda store, report: ())
+    monkeypatch.setattr(gc, "_find_open_uploads", lambda store, report: ())
     with pytest.raises(AssertionError):
         test_gc_ends_what_is_left_in_a_checkpoint(service, root)
 

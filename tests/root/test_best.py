@@ -92,7 +92,7 @@ def test_a_tag_of_a_person_comes_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("which", "says"),
     [
-        ("best", r"name it, as in best:METRIC:max \(recorded: 'acc'\)"),
+        ("best", r"name one, as in best:METRIC:max \(recorded: 'acc'\)"),
         ("best:los:min", r"none has the metric 'los' \(recorded: 'acc'\)"),
         ("best:loss", "none has the metric 'loss'"),
     ],
