@@ -6,6 +6,7 @@ import gc
 import importlib
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,9 @@ multiprocessing.set_forkserver_preload(
 # Before the first import: so that a failure in the shipped suite shows its values.
 pytest.register_assert_rewrite("holdfast.testing.store_contract")
 
+MEMORY = "/dev/shm"
+MEMORY_NBYTES = 2 << 30
+
 settings.register_profile("full", deadline=None, print_blob=True, max_examples=150)
 settings.register_profile("quick", settings.get_profile("full"), max_examples=30)
 
@@ -57,6 +61,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give property tests fewer examples in `make test`, and in no tier a limit of time."""
     is_quick = "not full" in str(config.option.markexpr)
     settings.load_profile("quick" if is_quick else "full")
+    if is_quick:
+        _use_memory()
+
+
+def _use_memory() -> None:
+    """Put temporary folders into memory if it has room: on a disk, half of the time is fsync."""
+    if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= MEMORY_NBYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 
 _FROZEN_MODULES = [0]
@@ -129,8 +141,15 @@ def recorder() -> Recorder:
 @pytest.fixture
 def ram_path() -> Iterator[Path]:
     """A folder in memory where there is one: for tests whose many fsyncs prove nothing."""
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    base = MEMORY if os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=base) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def disk_path() -> Iterator[Path]:
+    """A folder on a disk, for tests of what a disk does; `tmp_path` may be in memory."""
+    with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
 
@@ -141,14 +160,14 @@ def way(request: pytest.FixtureRequest) -> Way:
 
 
 @pytest.fixture
-def way_path(way: Way, ram_path: Path, tmp_path: Path) -> Path:
+def way_path(way: Way, ram_path: Path, disk_path: Path) -> Path:
     """A folder in which that way can be gone: on a disk where the disk is to be written directly,
     else in memory."""
     if not way.direct_io:
         return ram_path
-    if way.name not in possible_ways(tmp_path):
+    if way.name not in possible_ways(disk_path):
         (pytest.fail if os.environ.get("CI") else pytest.skip)("this file system refuses O_DIRECT")
-    return tmp_path
+    return disk_path
 
 
 @pytest.fixture
