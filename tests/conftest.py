@@ -52,6 +52,7 @@ pytest.register_assert_rewrite("holdfast.testing.store_contract")
 
 MEMORY = "/dev/shm"
 MEMORY_NBYTES = 2 << 30
+LONG_TIMEOUT_S = 1800
 
 settings.register_profile("full", deadline=None, print_blob=True, max_examples=150)
 settings.register_profile("quick", settings.get_profile("full"), max_examples=30)
@@ -89,6 +90,13 @@ def _freeze() -> None:
 def pytest_sessionstart() -> None:
     """Collect no garbage while tests are collected, where it would search all that they import."""
     gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give long tests more time than the 300 s of others, also on slow and busy machines."""
+    for item in items:
+        if item.get_closest_marker("long") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(LONG_TIMEOUT_S))
 
 
 def pytest_collection_finish() -> None:
