@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import UsageError
+from holdfast.format import layout
 from holdfast.format.manifest import LazyTable
 from holdfast.root import catalog
 from holdfast.root import commit as commit_module
@@ -72,6 +73,12 @@ def test_no_fault_in_a_few_seeds_breaks_an_invariant() -> None:
     told = [told.outcome for run in play(EIGHT, range(12), 0.002) for told in run.outcomes]
     assert {"committed", "failed"} <= {*told}
     play(MANY, range(1), 0.0002)
+
+
+def test_of_two_lives_that_begin_at_once_the_second_may_be_the_first_to_claim_the_run() -> None:
+    (run,) = play(MANY, range(182, 183), 0.0002)
+    first = {told.life: told.folder for told in reversed(run.outcomes) if told.folder}
+    assert layout.parse_attempt(first[1]).epoch == 2  # type: ignore[union-attr]
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 from holdfast.errors import FormatError, HoldfastError, NotFound
 from holdfast.format import blocks, layout
@@ -309,15 +310,21 @@ class _Run:
                 self._report(f"the last life has {found} outcomes, not {expected}")
 
     def _check_resumes(self) -> None:
-        """Check that each life resumed from the newest checkpoint of earlier leaders."""
+        """Check that each life resumed from the newest checkpoint of earlier claims.
+
+        Two lives may begin at once, so the later one may be the first to claim the run.
+        """
         newest = (0, 0)
-        for life in self._lives:
+        claims = [
+            (claim.epoch, life)
+            for life in self._lives
+            if (claim := life.ranks[LEADER].owner.claim) is not None
+        ]
+        for _, life in sorted(claims, key=itemgetter(0)):
             leader = life.ranks[LEADER]
-            claim, point = leader.owner.claim, leader.resumed_from
-            if claim is not None:
-                order = (0, 0) if point is None else point.order
-                if order < newest:
-                    self._report(f"life {life.number} resumed from {order}, not from {newest}")
+            order = (0, 0) if leader.resumed_from is None else leader.resumed_from.order
+            if order < newest:
+                self._report(f"life {life.number} resumed from {order}, not from {newest}")
             told = [_order_of(t.folder) for t in leader.outcomes if t.outcome == "committed"]
             newest = max([newest, *told])
 
