@@ -14,10 +14,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from hypothesis import settings
 
+from holdfast.system import memory_limit
 from runs import Recorder
 from ways import WAYS, Way, possible_ways
 
@@ -51,7 +53,8 @@ multiprocessing.set_forkserver_preload(
 pytest.register_assert_rewrite("holdfast.testing.store_contract")
 
 MEMORY = "/dev/shm"
-MEMORY_NBYTES = 2 << 30
+MEMORY_NBYTES = 4 << 30
+"""Free memory from which tests use it; they take up to 0.5 GiB, and failed ones keep theirs."""
 LONG_TIMEOUT_S = 1800
 
 settings.register_profile("full", deadline=None, print_blob=True, max_examples=150)
@@ -68,7 +71,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _use_memory() -> None:
     """Put temporary folders into memory if it has room: on a disk, half of the time is fsync."""
-    if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= MEMORY_NBYTES:
+    if not os.access(MEMORY, os.W_OK):
+        return
+    free = min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available)
+    limit = memory_limit()
+    if free >= MEMORY_NBYTES and (limit is None or limit >= 2 * MEMORY_NBYTES):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from holdfast import CheckpointManager
 from holdfast.errors import CorruptData
 from holdfast.store.base import ignore
 from holdfast.store.local import LocalStore
+from ways import takes_direct
 
 NUMEL = 5_000_000  # more than two blocks, and an odd tail
 
@@ -74,10 +77,19 @@ def load(store: LocalStore, *, verify: bool = True) -> torch.Tensor:
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("direct_io", [None, False])
 def test_large_tensors_come_back_directly_and_through_the_cache(
-    tmp_path: Path, direct_io: bool | None, verify: bool
+    tmp_path: Path, direct_io: bool | None, verify: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = saved(tmp_path)
+    found, really_open = list[int](), os.open
+
+    def noting(path: Any, flags: int, *more: Any, **named: Any) -> int:
+        found.append(flags)
+        return really_open(path, flags, *more, **named)
+
+    monkeypatch.setattr(os, "open", noting)
     assert torch.equal(load(LocalStore(tmp_path, direct_io=direct_io), verify=verify), values)
+    expected = direct_io is None and takes_direct(tmp_path)
+    assert any(flags & os.O_DIRECT for flags in found) == expected
 
 
 def test_a_wrong_block_is_read_once_more_from_the_medium(tmp_path: Path) -> None:

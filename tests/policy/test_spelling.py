@@ -112,10 +112,12 @@ def test_a_class_below_a_rule_is_known_and_takes_no_name_of_its_parent() -> None
         def parse(cls, value: str) -> Last:
             return cls(int(value))
 
-    class Quiet(Last):
-        """No spelling of its own."""
+    class Same(Last):
+        """The spelling of its parent, which stays the parent's."""
+
+        spelled = "last"
 
     assert type(parse_rule("newest:2")) is Newest
     assert type(parse_rule("last:2")) is Last
     Newest.spelled = ""  # classes of other tests are not to be listed in messages
-    del Quiet
+    del Same

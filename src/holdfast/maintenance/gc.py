@@ -404,11 +404,12 @@ def _sweep_temporary(
     store: Store, judge: _Judge, report: GcReport, *, own_epoch: int | None, dry_run: bool
 ) -> None:
     """Remove temporary files of killed preflights and puts unless another process owns the root."""
-    if _is_owned(store, judge, own_epoch):
+    names = [name for key in store.children() if layout.is_scratch(name := key.rstrip("/"))]
+    # To find out who owns the root may take half a minute.
+    if (dry_run and not names) or _is_owned(store, judge, own_epoch):
         return
-    for key in store.children():
-        name = key.rstrip("/")
-        if not layout.is_scratch(name) or _is_sent_now(store, name, own_epoch):
+    for name in names:
+        if _is_sent_now(store, name, own_epoch):
             continue
         with _recording_failure(name, report):
             if not dry_run:

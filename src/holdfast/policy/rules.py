@@ -538,10 +538,12 @@ def _parse_part(text: str) -> Rule:
 
 def _simple(text: str) -> Rule:
     name, colon, value = text.partition(":")
+    known: dict[str, type[Rule]] = {}
     rules = Rule.__subclasses__()
     for rule in rules:
         rules += rule.__subclasses__()  # the loop comes to these, too
-    known = {rule.spelled: rule for rule in rules if vars(rule).get("spelled")}
+        if rule.spelled and not issubclass(rule, known.get(rule.spelled, ())):
+            known[rule.spelled] = rule
     if name not in known or (colon and not value):
         raise UsageError(f"{text!r}: unknown rule; known: {', '.join(known)}, as in 'last:3'")
     return known[name].parse(value)

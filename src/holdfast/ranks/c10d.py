@@ -24,18 +24,19 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from threading import Condition, Lock
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from typing_extensions import override
 
@@ -62,6 +63,7 @@ from holdfast.ranks.coordinator import (
     Exchange,
     Processes,
     RankFailure,
+    RankTransfer,
     Watch,
     decode_message,
     describe_process,
@@ -98,13 +100,6 @@ from holdfast.ranks.messages import (
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store as TorchStore
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
-from torch import Tensor
-
-from holdfast.ranks.coordinator import RankTransfer
 
 T = TypeVar("T")
 

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from holdfast.encryption.store import sealed
+from holdfast.encryption.files import boxes_of
+from holdfast.encryption.store import bare, sealed, vouched
 from holdfast.errors import (
     CommitConflict,
+    CorruptData,
     DeadlineExceeded,
     FormatError,
     HoldfastError,
@@ -31,8 +33,10 @@ from holdfast.errors import (
 )
 from holdfast.events import Emitter, Event
 from holdfast.format import layout
-from holdfast.format.manifest import Timestamp
+from holdfast.format.envelope import Visible
+from holdfast.format.manifest import Manifest, Timestamp
 from holdfast.format.records import UploadState
+from holdfast.maintenance.encrypted import put_box
 from holdfast.maintenance.housekeeping import Housekeeper, IdleHousekeeper, UploadQueries
 from holdfast.maintenance.retention import Deleter, candidate
 from holdfast.maintenance.verify import verify
@@ -44,8 +48,9 @@ from holdfast.ownership.tiered_catalog import TieredCatalog
 from holdfast.ownership.tiered_options import Tiered, TieredOptions, TierRules
 from holdfast.policy.rule import Candidate
 from holdfast.replication.queue import UploadQueue
-from holdfast.replication.upload import Cost, UploadInterrupted, describe_files
+from holdfast.replication.upload import Cost, Sender, UploadInterrupted, describe_files
 from holdfast.replication.upload_thread import LOOK_S, UploadThread
+from holdfast.root.byte_ranges import Listing, decode_listing, read_listing
 from holdfast.root.catalog import Catalog, Entry
 from holdfast.root.commit import (
     check_ownership,
@@ -54,21 +59,13 @@ from holdfast.root.commit import (
     remove_files,
     sync_checkpoint,
 )
+from holdfast.root.documents import is_of_others
 from holdfast.root.history_writer import copy_segments, list_merged, list_segments
+from holdfast.store.base import Store
+from holdfast.threads.workers import Background
 
 if TYPE_CHECKING:
     from holdfast.replication.hosts import HostOrders
-from holdfast.encryption.files import boxes_of
-from holdfast.encryption.store import bare, vouched
-from holdfast.errors import CorruptData
-from holdfast.format.envelope import Visible
-from holdfast.format.manifest import Manifest
-from holdfast.maintenance.encrypted import put_box
-from holdfast.replication.upload import Sender
-from holdfast.root.byte_ranges import Listing, decode_listing, read_listing
-from holdfast.root.documents import is_of_others
-from holdfast.store.base import Store
-from holdfast.threads.workers import Background
 
 _NOTE_EVERY_S = 2.0
 
