@@ -329,7 +329,7 @@ def test_a_newer_format_is_refused_and_not_walked_around(tmp_path: Path) -> None
     write_over(manifest, body + f'"digest": "blake3:{digest}"}}\n'.encode())
     with (
         Small().manager(tmp_path) as manager,
-        pytest.raises(errors.UnsupportedVersion, match="newer"),
+        pytest.raises(errors.UnsupportedVersion, match="this Holdfast reads 1"),
     ):
         manager.resume()
 
