@@ -52,8 +52,8 @@ def watched_for(newest_first: Sequence[Manifest], which: str, *, where: str) -> 
             return WatchedMetric(metric=_DEFAULT, mode="min")
         raise NoCheckpoint(
             f"{where}: no checkpoint for {which!r} in this run. None has the tag 'best': "
-            "`holdfast tag ROOT@step=N best` gives it to one. No checkpoint records a "
-            f"metric: name one, as in best:METRIC:max{_recorded(newest_first)}"
+            "`holdfast tag ROOT@step=N best` gives it to one. None records which metric "
+            f"is meant: name one, as in best:METRIC:max{_recorded(newest_first)}"
         )
     metric, mode = _parsed(which)
     if mode is None:
