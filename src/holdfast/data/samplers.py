@@ -1,4 +1,4 @@
-"""What decides the batches of a `Loader`: samplers, mixtures of datasets, sizes by epoch.
+"""Samplers, mixtures of datasets and batch sizes by epoch, which decide a `Loader`'s batches.
 
 A sampler gives an order of samples other than a plain shuffle, for each lap (pass over the data).
 It is a pure function of seed and lap. So no state of it is saved: the position has a digest of the
