@@ -13,7 +13,7 @@ from torch import nn
 from holdfast.events import Event
 from holdfast.manager import CheckpointManager
 from holdfast.ownership.claim import Claim
-from holdfast.ownership.deletion import retract
+from holdfast.ownership.deletion import delete_checkpoint
 from holdfast.ownership.leases import Readers
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import SaveAttempt, create_attempt
@@ -129,7 +129,7 @@ def begun(store: Store, *, label: str, epoch: int, sequence: int) -> SaveAttempt
 def retracted(store: Store, folder: str, **more: Any) -> bool:
     """Delete a checkpoint in the name of epoch 1, as gc would; whether it is gone."""
     claim = Claim(epoch=1, nonce="", resumed_from=None)
-    removal = retract(
+    removal = delete_checkpoint(
         store, folder, claim=claim, reason="test", readers=Readers(store), unclear={folder}, **more
     )
     return removal.is_done

@@ -119,7 +119,7 @@ class SaveController:
                 session.events.answer_when_saved(asked, pending.committed)
         except BaseException as error:
             if is_alone or due is None:
-                session.schedule.not_begun()
+                session.schedule.undo_decision()
             else:
                 self._count_as_begun(due, now)  # as the other ranks do, which save at this call
             session.events.answer_with_error(asked, error)

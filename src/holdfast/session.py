@@ -55,8 +55,14 @@ from holdfast.staging.overlap import Overlap
 from holdfast.staging.stage import Stager
 from holdfast.state.capture.capture import Captured, Capturer
 from holdfast.state.capture.edits import edited
-from holdfast.state.capture.lacking import refusals, slots_stamp
-from holdfast.state.components import RNG, check_state, marked, refuse_other_sharding, unwrapped
+from holdfast.state.capture.lacking import count_slots, find_unsavable_leaves
+from holdfast.state.components import (
+    RNG,
+    check_state,
+    refuse_other_sharding,
+    take_per_rank_marks,
+    unwrap_accelerate,
+)
 from holdfast.threads.buffers import collector_paused
 
 if TYPE_CHECKING:
@@ -101,10 +107,10 @@ class Session:
         ranks: Coordinator | Literal["group"] | None,
     ) -> None:
         """Build the parts; `options` are those of `Checkpoints`, unless `root` is one."""
-        state, per_rank = marked(state)
+        state, per_rank = take_per_rank_marks(state)
         check_state(state)
         refuse_other_sharding(state)
-        self.state = state = unwrapped(state)
+        self.state = state = unwrap_accelerate(state)
         self.hooks = hooks if hooks is not None else StateHooks()
         self._judged: object = None
         if self.hooks.edit_save is None:  # else the first `maybe_save` looks at what it leaves
@@ -324,11 +330,11 @@ class Session:
 
     def expect_savable(self) -> None:
         """Refuse what no save could hold, as soon as it exists."""
-        now = slots_stamp(self.state)
+        now = count_slots(self.state)
         if now == self._judged:
             return
         self._judged = now
-        found = refusals(self.state)
+        found = find_unsavable_leaves(self.state)
         if found and self.hooks.edit_save is None:
             raise UnsupportedState(found, hint=_OMITTED)
         if found:

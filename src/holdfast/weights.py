@@ -29,7 +29,7 @@ from holdfast.interop.source import Source, lost_parameters, lost_tensors, read_
 from holdfast.keys import Encryption
 from holdfast.loading.open import open_checkpoint
 from holdfast.loading.search import CheckpointSearch, LoadOptions
-from holdfast.ownership.access import located
+from holdfast.ownership.access import locate_with_lease
 from holdfast.ownership.leases import KeptEntry
 from holdfast.results import Checkpoint, build_checkpoint
 from holdfast.root.catalog import Catalog, Entry
@@ -199,7 +199,7 @@ def _located(
     """Open a checkpoint; of another library's file or folder say how to load it."""
     with ExitStack() as stack:
         try:
-            found = stack.enter_context(located(source, which=which, encrypt=encrypt))
+            found = stack.enter_context(locate_with_lease(source, which=which, encrypt=encrypt))
         except (NoCheckpoint, StoreError):
             if not isinstance(source, str | os.PathLike) or not _is_foreign(os.fspath(source)):
                 raise

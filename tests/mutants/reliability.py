@@ -113,7 +113,7 @@ MUTANTS = (
     Mutant(
         name="lease-not-looked-for-after-the-mark",
         promise="R11: a checkpoint is not deleted under who reads it",
-        place="retract",
+        place="delete_checkpoint",
         before="        if leases := readers.find_leases(folder):\n            return",
         after=(
             "        leases = readers.find_leases(folder)\n"
@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant(
         name="value-after-the-decision-ignored",
         promise="R20: a checkpoint whose value arrives meanwhile is judged again",
-        place="retract",
+        place="delete_checkpoint",
         before="if notes_number not in (None, marks.notes_number):",
         after="if False:",
         near=("tests/ownership/test_late_metrics.py",),

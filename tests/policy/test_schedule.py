@@ -191,10 +191,10 @@ def test_a_save_that_failed_or_was_not_begun_is_due_again() -> None:
     assert again is not None
     assert again.savers == ("weights",)
     schedule.began(again, at(5))
-    schedule.not_begun()  # a begun one stays begun
+    schedule.undo_decision()  # a begun one stays begun
     assert schedule.merge_due_saves(at(5)) is None
     assert schedule.merge_due_saves(at(6)) is not None
-    schedule.not_begun()
+    schedule.undo_decision()
     both = schedule.merge_due_saves(at(7))
     assert both is not None
     assert both.savers == ("main", "weights")

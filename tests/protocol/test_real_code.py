@@ -234,7 +234,9 @@ def _reader_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "mutant"),
     [
         pytest.param(
-            "deleter and leaser", partial(_nobody_reads, function="retract"), marks=pytest.mark.full
+            "deleter and leaser",
+            partial(_nobody_reads, function="delete_checkpoint"),
+            marks=pytest.mark.full,
         ),
         pytest.param(
             "thinner and leaser", partial(_nobody_reads, function="thin"), marks=pytest.mark.full

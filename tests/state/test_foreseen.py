@@ -13,7 +13,7 @@ from torch import nn
 
 from holdfast.state import modules
 from holdfast.state.capture.capture import Capturer, capture
-from holdfast.state.capture.recall import foresee
+from holdfast.state.capture.recall import predict_state
 
 
 class Branching(nn.Module):
@@ -81,18 +81,18 @@ def shadowed() -> nn.Module:
 
 def test_what_is_foreseen_is_what_a_state_dict_gives() -> None:
     module = Branching()
-    foreseen = foresee(module)
-    assert foreseen is not None
-    assert foreseen.is_right(list(module.state_dict().values()))
+    predicted = predict_state(module)
+    assert predicted is not None
+    assert predicted.matches(list(module.state_dict().values()))
 
 
 def test_what_is_foreseen_is_not_taken_for_other_entries() -> None:
     module = nn.Linear(2, 2)
-    foreseen = foresee(module)
-    assert foreseen is not None
+    predicted = predict_state(module)
+    assert predicted is not None
     weight, bias = module.state_dict().values()
-    assert not foreseen.is_right([weight])
-    assert not foreseen.is_right([weight, bias.clone()])
+    assert not predicted.matches([weight])
+    assert not predicted.matches([weight, bias.clone()])
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_what_is_foreseen_is_not_taken_for_other_entries() -> None:
 )
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_nothing_is_foreseen_where_others_have_a_say(make: Callable[[], nn.Module]) -> None:
-    assert foresee(make()) is None
-    assert foresee(nn.Sequential(nn.Linear(2, 2), make())) is None
+    assert predict_state(make()) is None
+    assert predict_state(nn.Sequential(nn.Linear(2, 2), make())) is None
 
 
 def test_nothing_is_foreseen_where_somebody_put_a_function_in_the_place_of_torchs(
@@ -119,7 +119,7 @@ def test_nothing_is_foreseen_where_somebody_put_a_function_in_the_place_of_torch
 ) -> None:
     own = nn.Module.state_dict
     monkeypatch.setattr(nn.Module, "state_dict", lambda self, **given: own(self, **given))
-    assert foresee(nn.Linear(2, 2)) is None
+    assert predict_state(nn.Linear(2, 2)) is None
 
 
 def test_a_module_is_asked_once_while_its_structure_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -329,13 +329,13 @@ def test_parameters_of_no_component_are_named() -> None:
     model = nn.Linear(2, 2)
     free = [torch.zeros(1, requires_grad=True) for _ in range(11)]
     optimizer = optim.SGD([*model.parameters(), *free], lr=0.1)
-    unheld = capture({"model": model, "optimizer": optimizer}).look_for_unheld()
-    assert [*unheld["optimizer"].values()] == free
-    shown = describe_parameters(unheld)
+    unsaved = capture({"model": model, "optimizer": optimizer}).find_unsaved_parameters()
+    assert [*unsaved["optimizer"].values()] == free
+    shown = describe_parameters(unsaved)
     assert shown.startswith("optimizer: group0.param2 [1], optimizer: group0.param3 [1], ")
     assert shown.endswith(" and 1 more")
     known = optim.SGD(model.parameters(), lr=0.1)
-    assert capture({"model": model, "optimizer": known}).look_for_unheld() == {}
+    assert capture({"model": model, "optimizer": known}).find_unsaved_parameters() == {}
 
 
 def test_an_optimizer_with_hooks_of_its_state_is_saved_by_its_own_methods() -> None:

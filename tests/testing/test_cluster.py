@@ -111,7 +111,7 @@ def _leader_does_not_wait_for_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _follower_puts_no_marker(monkeypatch: pytest.MonkeyPatch) -> None:
     """A follower takes a silent leader for one that failed."""
-    monkeypatch.setattr(distributed, "give_up", lambda *arguments, **options: False)
+    monkeypatch.setattr(distributed, "abort_for_silent_leader", lambda *arguments, **options: False)
 
 
 def _manifest_is_put_over_all_else(monkeypatch: pytest.MonkeyPatch) -> None:

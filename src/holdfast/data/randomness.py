@@ -1,5 +1,6 @@
 """Random numbers of the data: seeds, states of the global generators, and orders that are computed.
 
+Stored positions mean these numbers: tests/data (test_loader.py, test_samplers.py) has golden ones.
 Has no state of its own. Handles the CPU generators only: numbers that a fetch draws from an
 accelerator's generator are drawn in the order of the loop, and a checkpoint saves that generator.
 """
@@ -56,17 +57,17 @@ def preserved() -> Iterator[None]:
     try:
         yield
     finally:
-        if before in _open:  # unless `end_blocks` has ended the block already
+        if before in _open:  # unless `end_inner_blocks` has ended the block already
             before.restore_states()
             _open.remove(before)
 
 
-def depth() -> int:
+def count_open_blocks() -> int:
     """Return the number of blocks of `preserved` that have not ended."""
     return len(_open)
 
 
-def end_blocks(depth: int) -> None:
+def end_inner_blocks(depth: int) -> None:
     """End all blocks of `preserved` but the outermost `depth`, for who interrupts a fetch."""
     if len(_open) > depth:
         _open[depth].restore_states()

@@ -2,7 +2,8 @@
 
 It wraps any store. In the folders of checkpoints it maps names, lengths and bytes (docs/format.md,
 section 10); claims, leases, requests and notes on uploads pass through. It keeps the order of the
-caller's puts, and adds one: the box of wrapped keys right before the manifest.
+caller's puts, and adds one: the box of wrapped keys right before the manifest, which needs it.
+tests/encryption/test_store.py stops saves at operations of the wrapped store.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def bare(store: Store) -> Store:
     return store if sealing_store is None else sealing_store.inner
 
 
-def vouched(store: Store, folder: str) -> bytes:
+def read_stored_manifest(store: Store, folder: str) -> bytes:
     """Read a folder's manifest as stored; an encrypted one is authenticated first, or raises."""
     if (sealing_store := sealed(store)) is not None:
         return sealing_store.read_authenticated(folder)

@@ -21,7 +21,7 @@ from holdfast.interop.opening import open_source
 from holdfast.interop.source import LeftOut, Source, expect_no_loss, read_whole
 from holdfast.interop.sources.checkpoint import CheckpointSource
 from holdfast.keys import Encryption
-from holdfast.root.address import which_beside
+from holdfast.root.address import make_which_error
 from holdfast.store.base import Store
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def open_any(
         return CheckpointSource(source, which=which, encrypt=encrypt)
     text = os.fspath(source)
     if which is not None:
-        raise which_beside(text, which)
+        raise make_which_error(text, which)
     return open_source(text, encrypt=encrypt, trust=trust)
 
 

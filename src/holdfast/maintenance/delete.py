@@ -36,7 +36,12 @@ from holdfast.format.manifest import Deleted, Manifest
 from holdfast.maintenance.resume_plan import standing
 from holdfast.maintenance.retention import Deleter, PlannedDecision, Pruned, plan_retention
 from holdfast.ownership.claim import Choice, Claim, Wait, dropped
-from holdfast.ownership.deletion import Removal, retract, retract_unreadable, thin
+from holdfast.ownership.deletion import (
+    Removal,
+    delete_checkpoint,
+    delete_unreadable_checkpoint,
+    thin,
+)
 from holdfast.ownership.leases import Readers
 from holdfast.ownership.owner import Ownership
 from holdfast.policy.retention import unmet
@@ -284,13 +289,15 @@ def _carry_out(
         # Before the tombstone: `latest` must not name what is gone.
         check_ownership(store, claim.epoch, committed=False)
         name_latest(store, None if asked.goes_on_from is None else asked.goes_on_from.folder)
-    return retract(store, folder, claim=claim, reason=reason, readers=readers, even_held=even_held)
+    return delete_checkpoint(
+        store, folder, claim=claim, reason=reason, readers=readers, even_held=even_held
+    )
 
 
 def complete_deletion(store: Store, folder: str, *, emit: Emitter) -> None:
     """Remove what an interrupted deletion left of a checkpoint whose tombstone is there."""
     with _claimed(store, _standings(store), emit) as (_, claim):
-        removal = retract(store, folder, claim=claim, reason="", readers=Readers(store))
+        removal = delete_checkpoint(store, folder, claim=claim, reason="", readers=Readers(store))
         if removal.left:
             emit("warning", kept_of_others(store, folder, removal.left))
 
@@ -453,7 +460,7 @@ def delete_damaged(store: Store, folder: str, *, emit: Emitter, watch: Wait | No
     if leases := readers.find_leases(folder):  # check before the mark, which blocks new readers
         return f"{leases[0].who} reads it"
     with _claimed(store, _choose_without(store, folder), emit) as (_, claim):
-        why, left = retract_unreadable(
+        why, left = delete_unreadable_checkpoint(
             store,
             folder,
             claim=claim,

@@ -24,7 +24,7 @@ from holdfast.format.manifest import Deleted, Manifest, encode_manifest
 from holdfast.format.records import WriterRecord
 from holdfast.ownership.annotations import reject
 from holdfast.ownership.claim import Claim, dropped
-from holdfast.ownership.deletion import retract, thin
+from holdfast.ownership.deletion import delete_checkpoint, thin
 from holdfast.ownership.leases import FoundLease, Readers
 from holdfast.policy.retention import Decision, judge, may_rest_on, renamed, unmet
 from holdfast.policy.rule import MAIN, Candidate, Rule, flat
@@ -395,7 +395,7 @@ class Deleter:
                 )
             else:
                 self._manifests.pop(entry.folder, None)
-                removal = retract(
+                removal = delete_checkpoint(
                     self.store,
                     entry.folder,
                     claim=claim,

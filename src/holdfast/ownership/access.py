@@ -16,7 +16,7 @@ from holdfast.ownership.annotations import annotate
 from holdfast.ownership.claim import dropped
 from holdfast.ownership.leases import KeptEntry, hold_lease, leased
 from holdfast.results import Checkpoint, build_checkpoint
-from holdfast.root.address import split_folder, split_source, which_beside
+from holdfast.root.address import make_which_error, split_folder, split_source
 from holdfast.root.catalog import Catalog, Entry, standalone
 from holdfast.root.single import alone
 from holdfast.root.upload_records import expect_leading_disk
@@ -24,7 +24,7 @@ from holdfast.store import open_store
 from holdfast.store.base import Store
 
 
-def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
+def open_address(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
     """Open a source's store; return (store, which, folder): one of the two names a checkpoint."""
     root, which = split_source(source)
     parent, folder = split_folder(root) if which is None else ("", "")
@@ -35,13 +35,13 @@ def place_of(source: str | os.PathLike[str]) -> tuple[Store, str, str]:
 
 def locate(source: str | os.PathLike[str]) -> tuple[Store, Entry]:
     """Resolve a source, a root to its newest checkpoint, without a lease against deletion."""
-    store, which, folder = place_of(source)
+    store, which, folder = open_address(source)
     entry = standalone(store, folder) if folder else Catalog(store).find_checkpoint(which)
     return store, entry
 
 
 @contextmanager
-def located(
+def locate_with_lease(
     source: str | os.PathLike[str] | Store,
     *,
     which: int | str | None = None,
@@ -55,8 +55,8 @@ def located(
     """
     if isinstance(source, str | os.PathLike):
         if which is not None:
-            raise which_beside(source, which)
-        store, which, folder = place_of(source)
+            raise make_which_error(source, which)
+        store, which, folder = open_address(source)
     else:
         store, which, folder = open_store(source), "latest" if which is None else which, ""
     store = sealing(store, encrypt)
@@ -93,7 +93,7 @@ def add_metrics(
     """
     if isinstance(checkpoint, Checkpoint):
         checkpoint = f"{checkpoint.root}@{checkpoint.folder}"
-    store, which, folder = place_of(checkpoint)
+    store, which, folder = open_address(checkpoint)
     if not folder and split_source(checkpoint)[1] is None:
         raise UsageError(f"{os.fspath(checkpoint)!r}: name one checkpoint, as root@step=500")
     store = sealing(store, encrypt)
@@ -116,7 +116,7 @@ def reading(source: str | os.PathLike[str]) -> Iterator[Checkpoint]:
             that it was deleted all the same.
         FormatError: its manifest is damaged.
     """
-    with located(source) as (store, kept_entry):
+    with locate_with_lease(source) as (store, kept_entry):
         entry = kept_entry.entry
         lost = dropped(store, entry.folder, entry.manifest, entry.marks)
         gone = (f"retention has dropped {', '.join(lost)} of it",) if lost else ()

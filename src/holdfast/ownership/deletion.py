@@ -1,6 +1,7 @@
 """Deletion of whole checkpoints and of components, safe beside readers and later writers.
 
-The order of marks, ownership check, pins and leases: docs/design.md, rules 4, 6 and 8.
+The order of marks, ownership check, pins and leases is part of the protocol (docs/design.md, rules
+4, 6 and 8): tests/protocol runs it beside readers, pins and later writers.
 
 The caller has made sure that what justifies a deletion is durable, and has looked for leases
 before, because the mark that is put first mostly stays.
@@ -48,7 +49,7 @@ _HIDES = (
 )
 
 
-def retract(
+def delete_checkpoint(
     store: Store,
     folder: str,
     *,
@@ -99,13 +100,13 @@ def retract(
     return Removal(is_done=True, left=left)
 
 
-def retract_unreadable(
+def delete_unreadable_checkpoint(
     store: Store, folder: str, *, claim: Claim, reason: str, readers: Readers
 ) -> tuple[str, tuple[str, ...]]:
     """Delete a checkpoint whose manifest is damaged or lost, at a user's request.
 
-    In the order of `retract`, but pins do not keep it. Returns why it stays, empty if it is
-    deleted, and the files of others that were left in its folder.
+    In the order of `delete_checkpoint`, but pins do not keep it. Returns why it stays, empty if it
+    is deleted, and the files of others that were left in its folder.
     """
     by = f"writer {claim.epoch}"
     mark = Retired(by=by, reason=reason).encode()
@@ -152,7 +153,7 @@ def thin(
     """Delete components of a checkpoint unless it is pinned, tagged or leased by a reader.
 
     In this order: marks, ownership check, pins, leases, files. `even_held` and `notes_number` are
-    as for `retract`.
+    as for `delete_checkpoint`.
     """
     by = f"writer {claim.epoch}"
     thinned = [Thinned(by=by, component=component, reason=reason) for component in components]

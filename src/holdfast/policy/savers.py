@@ -27,7 +27,7 @@ from holdfast.policy.triggers import (
     SaveFunction,
     Trigger,
     When,
-    is_elsewhere,
+    is_other_step,
     parts_of,
 )
 
@@ -187,13 +187,13 @@ class SavePolicy:
             UsageError: a trigger needs a counter that the loop does not pass.
         """
         why = self.permanent and self.permanent.due(previous, saved.permanent, now, metrics, event)
-        if why and is_elsewhere(saved.permanent, now):
+        if why and is_other_step(saved.permanent, now):
             return Due("permanent", why)
         if self.ephemeral is None:
             return None
         latest = saved.latest
         why = self.ephemeral.due(previous, latest, now, metrics, event)
-        if why and not vetoes and is_elsewhere(latest, now) and not self._is_cooling(latest, now):
+        if why and not vetoes and is_other_step(latest, now) and not self._is_cooling(latest, now):
             return Due("ephemeral", why)
         return None
 

@@ -148,7 +148,7 @@ class SaveSchedule:
         for name in _owners(due):
             self._saved[name] = self._get_saved(name).plus(due.save_class, now)
 
-    def not_begun(self) -> None:
+    def undo_decision(self) -> None:
         """Undo the last decision, as its save could not begin: it stays due."""
         self._previous = self._before
 
@@ -168,7 +168,7 @@ class SaveSchedule:
                 if getattr(saved, save_class) is None:
                     self._saved[name] = saved.plus(save_class, entry.timestamp)
 
-    def looks_back(self) -> bool:
+    def needs_earlier_saves(self) -> bool:
         """Whether the schedule needs records of saves before the checkpoint that is resumed."""
         return self.has_sides or any(p.ephemeral is not None for p in self.policies.values())
 
@@ -242,29 +242,29 @@ def together(dues: Sequence[Due]) -> Due | None:
     whole = any(due.components is None for due in dues)
     return Due(
         best.save_class,
-        join_reasons(*_each(due.reason for due in dues)),
-        savers=_each(name for due in dues for name in due.savers),
-        components=None if whole else _each(c for due in dues for c in due.components or ()),
-        tags=_each(tag for due in dues for tag in due.tags),
+        join_reasons(*_unique(due.reason for due in dues)),
+        savers=_unique(name for due in dues for name in due.savers),
+        components=None if whole else _unique(c for due in dues for c in due.components or ()),
+        tags=_unique(tag for due in dues for tag in due.tags),
     )
 
 
 def highest(dues: Iterable[Due | None]) -> Due | None:
     """Return the first save of the highest class; None if there is none."""
     given = [due for due in dues if due is not None]
-    return max(given, key=rank) if given else None
+    return max(given, key=class_rank) if given else None
 
 
 def covers(done: Due, wanted: Due) -> bool:
     """Whether `done` has all that `wanted` has: its components, its class or a higher, its tags."""
-    if rank(done) < rank(wanted) or not set(wanted.tags) <= set(done.tags):
+    if class_rank(done) < class_rank(wanted) or not set(wanted.tags) <= set(done.tags):
         return False
     if done.components is None:
         return True
     return wanted.components is not None and set(wanted.components) <= set(done.components)
 
 
-def rank(due: Due) -> int:
+def class_rank(due: Due) -> int:
     """Return the rank of a save's class: higher for permanent."""
     return ("ephemeral", "permanent").index(due.save_class)
 
@@ -276,10 +276,10 @@ def _owners(due: Due) -> tuple[str, ...]:
 
 def _is_as_good(wanted: Due, name: str, due: Due) -> bool:
     """Whether `wanted` belongs to saver `name` and its class is no lower than that of `due`."""
-    return name in _owners(wanted) and rank(wanted) >= rank(due)
+    return name in _owners(wanted) and class_rank(wanted) >= class_rank(due)
 
 
-def _each(names: Iterable[str]) -> tuple[str, ...]:
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 

@@ -460,7 +460,7 @@ def parts_of(trigger: Trigger) -> tuple[Trigger, ...]:
     return trigger.triggers if isinstance(trigger, AnyTrigger) else (trigger,)
 
 
-def is_elsewhere(last: Timestamp | None, now: Timestamp) -> bool:
+def is_other_step(last: Timestamp | None, now: Timestamp) -> bool:
     """Whether `last`, the last save, is of another step than `now`, or None."""
     return last is None or last.step != now.step
 
@@ -482,7 +482,7 @@ def _at_step(step: int) -> Time:
 
 def _is_new(last_saved: Timestamp | None, now: Timestamp) -> bool:
     """Whether a step was completed since the last save, or since step 0."""
-    return now.step > 0 and is_elsewhere(last_saved, now)
+    return now.step > 0 and is_other_step(last_saved, now)
 
 
 def _simplify_size(size: Fraction) -> Fraction | int:

@@ -32,7 +32,7 @@ from holdfast.maintenance.housekeeping import Housekeeper, UploadQueries
 from holdfast.maintenance.retention import Deleter, Removed
 from holdfast.maintenance.verify import verify
 from holdfast.ownership.claim import Claim
-from holdfast.ownership.deletion import retract, thin
+from holdfast.ownership.deletion import delete_checkpoint, thin
 from holdfast.ownership.leases import Readers
 from holdfast.ownership.owner import Following, Ownership
 from holdfast.ownership.process import utc_text
@@ -395,7 +395,7 @@ class FollowingHousekeeper(Housekeeper):
                 even_held=True,
             )
         else:
-            removal = retract(
+            removal = delete_checkpoint(
                 self._store,
                 one.folder,
                 claim=claim,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from holdfast.encryption.files import boxes_of
-from holdfast.encryption.store import bare, sealed, vouched
+from holdfast.encryption.store import bare, read_stored_manifest, sealed
 from holdfast.errors import (
     CommitConflict,
     CorruptData,
@@ -653,7 +653,7 @@ def mend(
     is deleted. `epoch` is the caller's claim; `background` has threads to fetch with.
     """
     bare_local, bare_remote = bare(local), bare(remote)
-    data = vouched(remote, folder)
+    data = read_stored_manifest(remote, folder)
     listing = decode_listing(data, what=f"{bare_remote.url}/{folder}/{layout.MANIFEST}")
     if not isinstance(listing, Manifest | Visible):
         raise NoCheckpoint(f"{bare_remote.url}/{folder}: not committed")

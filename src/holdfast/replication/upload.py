@@ -23,7 +23,7 @@ from functools import partial
 from typing import TypeAlias, TypeVar
 
 from holdfast.encryption.files import box_documents, boxes_of
-from holdfast.encryption.store import bare, sealed, vouched
+from holdfast.encryption.store import bare, read_stored_manifest, sealed
 from holdfast.errors import (
     AlreadyExists,
     CommitConflict,
@@ -200,7 +200,7 @@ class Sender:
         """Read and decode the local manifest; an encrypted one is authenticated by the keys."""
         where = f"{self._local.url}/{folder}"
         try:
-            data = vouched(self._verifying_local, folder)
+            data = read_stored_manifest(self._verifying_local, folder)
         except NotFound as error:
             raise NoCheckpoint(f"{where}: it is not committed") from error
         listing = decode_listing(data, what=f"{where}/{layout.MANIFEST}")

@@ -51,12 +51,12 @@ def refuse_credentials(text: str) -> None:
         )
 
 
-def which_beside(source: str | os.PathLike[str], which: int | str) -> UsageError:
-    """Make the error for a `which` that is given beside a path or a URL, where it is a part."""
+def make_which_error(source: str | os.PathLike[str], which: int | str) -> UsageError:
+    """Make the error for a `which` beside a path or a URL, which would have to contain it."""
     refuse_credentials(os.fspath(source))
     text = url_without_secrets(os.fspath(source))
     if is_web(text):
-        return UsageError(f"which={which!r} of {text!r}: {_no_look_up(which)}")
+        return UsageError(f"which={which!r} of {text!r}: {_explain_no_lookup(which)}")
     root, at, named = text.rpartition("@")
     if not at or "/" in named or os.path.isdir(text):
         root = text
@@ -129,10 +129,10 @@ def _refuse_which_of_web(url: str) -> None:
     path = shown.partition("://")[2].partition("/")[2]
     which = path.rpartition("@")[2]
     if "@" in path and _is_which(which):
-        raise UsageError(f"{shown!r}: {_no_look_up(which)}")
+        raise UsageError(f"{shown!r}: {_explain_no_lookup(which)}")
 
 
-def _no_look_up(which: int | str) -> str:
+def _explain_no_lookup(which: int | str) -> str:
     return (
         f"a web server lists no files, so {which!r} cannot be looked up. Name the folder of one "
         "checkpoint, which `holdfast ls` shows where the root is"

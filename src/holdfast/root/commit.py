@@ -1,7 +1,8 @@
-"""Writes of the commit protocol: attempts, registers, ownership checks (docs/design.md, section 3).
+"""Commits or aborts a save, checks who owns the run, and removes an attempt's files.
 
-Every function is a few store operations in an order that matters. Nothing retries blindly: after
-an unclear outcome the key is read back and all bytes are compared.
+The order of store operations in each function is the commit protocol (docs/design.md, section 3;
+tests/protocol, tests/root/test_commit.py). Nothing retries blindly: after an unclear outcome the
+key is read back and all bytes are compared.
 """
 
 from __future__ import annotations
@@ -252,8 +253,8 @@ def mark_aborted(store: Store, folder: str, *, by: str, reason: str) -> bool:
     return True
 
 
-def give_up(store: Store, attempt: SaveAttempt, *, by: str, reason: str) -> bool:
-    """Put the abort marker for a silent leader; return whether it committed (rule 11)."""
+def abort_for_silent_leader(store: Store, attempt: SaveAttempt, *, by: str, reason: str) -> bool:
+    """Abort the save of a silent leader, unless it committed; return whether it did (rule 11)."""
     committed: bool | None = None
     try:
         put_once(store, attempt.manifest_key, Aborted(by=by, reason=reason[:500]).encode())

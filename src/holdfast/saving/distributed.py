@@ -53,8 +53,8 @@ from holdfast.results import SavePhase
 from holdfast.root.catalog import Catalog
 from holdfast.root.commit import (
     SaveAttempt,
+    abort_for_silent_leader,
     check_ownership,
-    give_up,
     mark_aborted,
     put_once,
     remove_files,
@@ -1012,7 +1012,7 @@ class FollowingSave(_RanksSave):
         if self.is_apart:
             return self._outcome_apart(store, attempt)
         error = self._doubt()
-        if error is not None and not give_up(
+        if error is not None and not abort_for_silent_leader(
             store, attempt, by=f"rank {self._ranks.rank}", reason=str(error)
         ):
             raise error

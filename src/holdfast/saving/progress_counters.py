@@ -115,7 +115,7 @@ class ProgressClock:
 
     def _saves_up_to(self, entry: Entry) -> Iterable[Entry]:
         """Return a checkpoint and, if the schedule needs them, the older ones of the lineage."""
-        if not self._schedule.looks_back():
+        if not self._schedule.needs_earlier_saves():
             return [entry]
         found = self._catalog.lineage_entries(opens_all=False)
         return [entry, *(before for before in found if before.order < entry.order)]

@@ -43,7 +43,7 @@ from holdfast.staging.overlap import NUM_THREADS, Overlap
 from holdfast.staging.stage import Stager
 from holdfast.state.capture.capture import Captured
 from holdfast.store.base import Store
-from holdfast.threads.workers import Threads, Workers, do, num_threads
+from holdfast.threads.workers import Threads, Workers, num_threads, run_job
 
 if TYPE_CHECKING:
     from holdfast.saving.handover import SharedStager
@@ -173,7 +173,7 @@ class Saver:
                 # Last, because on few cores these threads take the time of this one.
                 # Known before it is queued: an interrupt may come right after that.
                 self._job = Future()
-                job = partial(do, self._job, write)
+                job = partial(run_job, self._job, write)
                 if overlapped is None:
                     self._background.queue_task(job)
                 else:

@@ -18,16 +18,16 @@ from holdfast.events import Emitter, Kind
 from holdfast.root.catalog import Entry
 from holdfast.state.capture.capture import Captured
 from holdfast.state.capture.lacking import (
+    NO_DATA_POSITION,
     NO_OPTIMIZER,
     OMITTED,
-    OUTSIDE,
-    PERSISTENT,
+    PERSISTENT_WORKERS,
     Stepped,
     describe_parameters,
-    draws_once,
-    is_outside,
+    has_loader_that_draws_once,
+    lacks_data_position,
     lacks_optimizer,
-    omitted,
+    list_omitted_classes,
     unsaved_averages,
 )
 from holdfast.state.capture.outside import OutsideState, format_outside_state
@@ -115,8 +115,8 @@ class ScriptWarnings:
 
     def of_lacks(self) -> None:
         """Warn if no component is a position in the data, or none an optimizer."""
-        if self._lacks_due and is_outside(self._state):
-            self._emit("no_position", OUTSIDE)
+        if self._lacks_due and lacks_data_position(self._state):
+            self._emit("no_position", NO_DATA_POSITION)
         if self._lacks_due and lacks_optimizer(self._state):
             self._emit("warning", NO_OPTIMIZER)
             self._omitted_due = False
@@ -131,7 +131,7 @@ class ScriptWarnings:
                 found, before = unsaved_averages(self._state, saved), self._averages
                 grown = [one for one, num in found.items() if num > before.get(one, num)]
                 self._averages = WeakKeyDictionary(found)
-            classes = omitted(self._state, stepped, saved, grown)
+            classes = list_omitted_classes(self._state, stepped, saved, grown)
             self._omitted_due = not classes
             if classes:
                 self._emit("warning", f"{self._url}: {OMITTED.format(', '.join(classes))}")
@@ -143,8 +143,8 @@ class ScriptWarnings:
             return
         before, children = self._children, {one.pid for one in multiprocessing.active_children()}
         self._children = children
-        if (before is None or children - before) and draws_once(self._state):
-            self._emit("warning", PERSISTENT)
+        if (before is None or children - before) and has_loader_that_draws_once(self._state):
+            self._emit("warning", PERSISTENT_WORKERS)
             self._workers_due = False
 
     def _of_sources(self) -> None:
@@ -233,12 +233,12 @@ class ScriptWarnings:
         if captured.stepping == self._stepping and captured.names is self._names:
             return
         self._stepping, self._names = captured.stepping, captured.names
-        unheld = captured.look_for_unheld()
-        if unheld:
+        unsaved = captured.find_unsaved_parameters()
+        if unsaved:
             self._emit(
                 "warning",
                 f"{self._url}: parameters that no component holds are trained and not saved: "
-                f"{describe_parameters(unheld)}. After a resume they have their first values "
+                f"{describe_parameters(unsaved)}. After a resume they have their first values "
                 "again: add what holds them to `state`",
             )
 

@@ -22,7 +22,7 @@ from holdfast.format.layout import check_component
 from holdfast.format.tensors import TensorSpec
 from holdfast.state import generators
 from holdfast.state.attributes import Attributes
-from holdfast.state.leaves import in_place_of
+from holdfast.state.leaves import explain_refused_loader
 from holdfast.state.shards import LocalShards
 
 Kind: TypeAlias = Literal["module", "optimizer", "object", "tree", "generator", "rng"]
@@ -154,7 +154,7 @@ def kind_of(value: Any) -> Kind:
     if isinstance(value, dict | list | deque | Attributes):
         return "tree"
     if isinstance(value, DataLoader):
-        raise UsageError(in_place_of(value))
+        raise UsageError(explain_refused_loader(value))
     if isinstance(value, PerRank):
         raise UsageError(
             "PerRank marks a component of a CheckpointManager or a Trainer, and nothing else"
@@ -180,14 +180,14 @@ class PerRank:
     """The component itself: a module, an optimizer, an object, a dict or a list."""
 
 
-def marked(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
+def take_per_rank_marks(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], frozenset[str]]:
     """Take the `PerRank` marks from a state; returns it without them, and the marked names."""
     items = state.items() if isinstance(state, Mapping) else ()
     inner = {name: one.component for name, one in items if isinstance(one, PerRank)}
     return ({**state, **inner}, frozenset(inner)) if inner else (state, frozenset())
 
 
-def unwrapped(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def unwrap_accelerate(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Replace accelerate's wrappers of optimizers and schedulers by what is inside.
 
     A wrapped optimizer would be saved as an opaque object, without names of parameters.

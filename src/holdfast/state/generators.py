@@ -57,19 +57,19 @@ class DeviceGenerator:
 
     def get_state(self) -> Tensor:
         """Return the state as bytes on the CPU."""
-        state: Tensor = self._module.get_rng_state(*self._which)
+        state: Tensor = self._module.get_rng_state(*self._index_arguments)
         return state
 
     def set_state(self, state: Tensor) -> None:
         """Set the state, given as bytes on the CPU."""
-        self._module.set_rng_state(state, *self._which)
+        self._module.set_rng_state(state, *self._index_arguments)
 
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self.type)
 
     @property
-    def _which(self) -> tuple[int, ...]:
+    def _index_arguments(self) -> tuple[int, ...]:
         # There is one such device, and its functions take no index.
         return () if self.type == "mps" else (self.index,)
 
@@ -291,7 +291,7 @@ def misfit(generator: Any, node: GeneratorState, specs: Mapping[str, TensorSpec]
         seeds = stored.pop("seed_seq", None)
         if seeds is not None and (wrong := _seeds_wrong(seeds)):
             return wrong
-    return _differs(live, stored, specs) or _outside(node)
+    return _differs(live, stored, specs) or _position_outside(node)
 
 
 def _differs(live: Any, stored: Any, specs: Mapping[str, TensorSpec], path: str = "") -> str | None:
@@ -322,7 +322,7 @@ def _array_differs(
     return f"{path} is {spec.dtype}{list(spec.shape)}, not {dtype}{list(shape)}"
 
 
-def _outside(node: GeneratorState) -> str | None:
+def _position_outside(node: GeneratorState) -> str | None:
     if not node.kind.startswith("numpy"):
         return None
     outer = node.members["state"]

@@ -209,7 +209,7 @@ def _has_data(tensor: Tensor) -> bool:
     return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
 
 
-def in_place_of(loader: DataLoader[Any]) -> str:
+def explain_refused_loader(loader: DataLoader[Any]) -> str:
     """Explain why a torch DataLoader cannot be a component, and what to write instead."""
     why = "a torch DataLoader has no position, so a resumed run gets its data from the beginning"
     if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:

@@ -327,7 +327,7 @@ def _is_within(name: str, paths: Collection[str]) -> bool:
     return "" in paths or any(".".join(parts[:i]) in paths for i in range(1, len(parts) + 1))
 
 
-def not_loadable(wrapped: nn.Module, state: Mapping[str, Any]) -> list[tuple[str, str]]:
+def find_refused_entries(wrapped: nn.Module, state: Mapping[str, Any]) -> list[tuple[str, str]]:
     """List (name, reason) of a `state_dict` that its own loading code, undone, refuses."""
     live = inspect(wrapped, state)
     module = live.module
@@ -537,7 +537,7 @@ class ModulePlan(LoadPlan):
             return
         live = {path: buffer for path, _, _, buffer in buffers_of(self._live.module)}
         for old, new in wishes.rename.map_names(stored, self._component).items():
-            if new not in live or self._is_left(wishes, new, old):
+            if new not in live or self._is_deselected(wishes, new, old):
                 continue
             grown = other_size(stored[old], live[new])
             found = None if grown else difference(stored[old], live[new])
@@ -563,7 +563,7 @@ class ModulePlan(LoadPlan):
                 f"{path}: keeps its value, as no checkpoint can hold it: {reason}"
             )
 
-    def _is_left(self, wishes: Wishes, *names: str) -> bool:
+    def _is_deselected(self, wishes: Wishes, *names: str) -> bool:
         selection, component = wishes.selection, self._component
         is_skipped = any(selection.skips(component, name) for name in names)
         return is_skipped or not any(selection.includes(component, name) for name in names)

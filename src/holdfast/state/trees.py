@@ -49,7 +49,7 @@ from holdfast.state.leaves import (
     NUMPY_DTYPES,
     TORCH_DTYPES,
     by_plain_name,
-    in_place_of,
+    explain_refused_loader,
     inner_tensors,
     is_dtensor,
     is_subclass,
@@ -124,7 +124,7 @@ class _Lowering:
         if generators.kind_of(value) is not None:
             return self._lower_generator(value, path)
         if isinstance(value, DataLoader):
-            return Refused(in_place_of(value))
+            return Refused(explain_refused_loader(value))
         return NotImplemented
 
     def _lower_subclass(

@@ -1,7 +1,7 @@
-"""Non-persistent buffers, which a checkpoint does not hold: what is recorded and compared of them.
+"""Non-persistent buffers, which a checkpoint does not hold: it records some values, to compare.
 
 A table that is computed when a model is made has garbage in it after `to_empty`, and other values
-after a change of the script. A few values tell; caches that training changes are left out.
+after a change of the script. Caches that training changes are skipped.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class UnsavedBuffers:
         self._watched: dict[str, _Watched] = {}
         self._changed: set[str] = set()
         self._record: Mapping[str, str] | None = None
-        self.look_again()
+        self.watch_new_buffers()
 
-    def look_again(self) -> None:
-        """Find buffers that the module got since."""
+    def watch_new_buffers(self) -> None:
+        """Watch buffers that the module got since, too."""
         for path, inner, name, buffer in buffers_of(self._module):
             if path not in self._changed and path not in self._watched:
                 self._watched[path] = _Watched(

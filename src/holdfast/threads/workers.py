@@ -1,10 +1,8 @@
 """Thread pools whose jobs are Futures, and which still work while the interpreter exits.
 
-A manager has two pools for reads and writes: one for compute, and one to wait for the store.
-
-In that they differ from `concurrent.futures`, so that a save under way can finish
-(docs/decisions/0002). The threads are daemons; a caller that needs a job holds its Future and
-waits for it.
+There they differ from `concurrent.futures`, so that a save under way can finish
+(docs/decisions/0002, tests/threads/test_workers.py). The threads are daemons; a caller that needs
+a job holds its Future and waits for it.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ class Workers:
         """Queue a job; its result or its error is in the future."""
         future: Future[T] = Future()
         self.start()
-        self.queue_task(partial(do, future, job))
+        self.queue_task(partial(run_job, future, job))
         return future
 
     def queue_task(self, task: Callable[[], None]) -> None:
@@ -116,7 +114,7 @@ def _work(jobs: _Queue) -> None:
         del task
 
 
-def do(future: Future[Any], job: Job) -> None:
+def run_job(future: Future[Any], job: Job) -> None:
     """Run a job, unless its future was cancelled, and put its result or error into the future."""
     if not future.set_running_or_notify_cancel():
         return
@@ -139,7 +137,7 @@ def hand_over(*jobs: tuple[Workers, Job]) -> list[Future[Any]]:
         workers.expect_open()
     futures: list[Future[Any]] = [Future() for _ in jobs]
     tasks = [
-        (workers, partial(do, future, job))
+        (workers, partial(run_job, future, job))
         for future, (workers, job) in zip(futures, jobs, strict=True)
     ]
     jobs[0][0].queue_task(partial(_pass_on, tasks))

@@ -31,9 +31,9 @@ from holdfast.policy.savers import SavePolicy
 from holdfast.policy.triggers import Trigger
 from holdfast.saving.settings_history import as_text
 from holdfast.staging.overlap import Mode
-from holdfast.state.capture.capture import unheld_in
+from holdfast.state.capture.capture import find_unsaved_parameters
 from holdfast.state.capture.lacking import describe_parameters
-from holdfast.state.components import PROGRESS, RNG, check_state, marked
+from holdfast.state.components import PROGRESS, RNG, check_state, take_per_rank_marks
 from holdfast.state.foreign import describe_inexact
 from holdfast.store.base import Store
 from holdfast.train.argument_checks import Counts, asks_for, check_range, checked_every
@@ -192,7 +192,7 @@ class PartsBuilder:
     def _make_state(self) -> None:
         """Name what checkpoints save, in one dict that later parts read from."""
         given, group, ema, swa = self._given, self._base.group, self._ema, self._swa
-        extra, self._per_rank = marked(given.state or {})
+        extra, self._per_rank = take_per_rank_marks(given.state or {})
         state: dict[str, Any] = {}
         self._state = state
         self._nan = (
@@ -557,10 +557,10 @@ def check_loader(loader: Any) -> None:
 
 def check_held(state: Mapping[str, Any], loss: Any) -> None:
     """Check that checkpoints include every parameter that an optimizer of the state updates."""
-    unheld = unheld_in(state)
-    if unheld:
+    unsaved = find_unsaved_parameters(state)
+    if unsaved:
         of_loss = {"loss": loss} if isinstance(loss, nn.Module) else {}
-        shown = describe_parameters(unheld, of_loss)
+        shown = describe_parameters(unsaved, of_loss)
         example = '{"loss": loss}' if "loss." in shown else '{"head": head}'
         raise UsageError(
             f"parameters that no component holds would be trained and not saved: {shown}. "

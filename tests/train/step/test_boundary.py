@@ -64,7 +64,7 @@ def test_small_components_are_neither_modules_nor_optimizers() -> None:
 
 def test_blocks_that_never_came_to_their_end_are_ended() -> None:
     """As when an exception hits the very end of one."""
-    before = randomness.depth()
+    before = randomness.count_open_blocks()
     expected = draw()
     torch.manual_seed(0)
     random.seed(0)
@@ -73,14 +73,14 @@ def test_blocks_that_never_came_to_their_end_are_ended() -> None:
         lost = randomness.preserved()
         lost.__enter__()
         random.seed(1)
-        assert randomness.depth() == before + 2
-        randomness.end_blocks(before + 1)
-        assert randomness.depth() == before + 1
+        assert randomness.count_open_blocks() == before + 2
+        randomness.end_inner_blocks(before + 1)
+        assert randomness.count_open_blocks() == before + 1
         assert random.getstate() == state
         random.seed(2)
         lost.__exit__(None, None, None)  # as the collector of garbage would, later
         assert random.getstate() != state
-    assert randomness.depth() == before
+    assert randomness.count_open_blocks() == before
     assert expected != draw()
 
 

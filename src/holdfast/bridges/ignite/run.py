@@ -37,7 +37,7 @@ from holdfast.data.samplers import check_whole
 from holdfast.errors import UsageError, listing
 from holdfast.events import Emitter
 from holdfast.manager import CheckpointManager
-from holdfast.ownership.access import place_of
+from holdfast.ownership.access import open_address
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.clock import Time
 from holdfast.policy.rule import Rule
@@ -364,7 +364,7 @@ class HoldfastRun:
         say_start(self.checkpoints, manager, found, begun_with=given)
         if found is not None or begin_from is None:
             return found
-        store, name, folder = place_of(begin_from)
+        store, name, folder = open_address(begin_from)
         return start_from(
             store,
             folder or name,

@@ -20,7 +20,7 @@ from holdfast.events import Emitter
 from holdfast.interop.sources import checkpoint as checkpoints_of_ours
 from holdfast.keys import Encryption
 from holdfast.manager import CheckpointManager
-from holdfast.ownership.access import place_of
+from holdfast.ownership.access import open_address
 from holdfast.results import Checkpoint
 from holdfast.state.components import RNG, TRAINER
 from holdfast.state.leaves import local_of
@@ -300,11 +300,11 @@ class CheckpointReader:
     def find_asked(self, path: str) -> None:
         """Note which checkpoint of ours a fit was given, if it is one."""
         if path and _is_ours(path):
-            store, which, folder = place_of(path)
+            store, which, folder = open_address(path)
             self.asked = store, folder or which
 
     def _read_checkpoint(self, path: str) -> dict[str, Any]:
-        store, which, folder = place_of(path)
+        store, which, folder = open_address(path)
         module, is_fit = self._trainer.lightning_module, self._trainer.training
         stored = _Stored()
         # Of a fit, all but what hooks may ask for is loaded later.
@@ -329,7 +329,7 @@ def load_roots() -> None:
     def load(path: Any, map_location: Any = None, **options: Any) -> Any:
         if not isinstance(path, str | os.PathLike) or not _is_ours(os.fspath(path)):
             return original(path, map_location=map_location, **options)
-        store, which, folder = place_of(os.fspath(path))
+        store, which, folder = open_address(os.fspath(path))
         stored, hooks = _Stored(), StateHooks(one_sided=lambda name: True)
         with CheckpointManager(store, {TRAINER: stored}, ranks=None, hooks=hooks, sinks=()) as one:
             found = one.load(folder or which, skip=[RNG])

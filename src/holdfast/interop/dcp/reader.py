@@ -35,7 +35,7 @@ from holdfast.interop.roots import expect_path, written_root
 from holdfast.keys import Encryption
 from holdfast.loading.open import Opened, open_checkpoint
 from holdfast.loading.tensor_reader import TensorReader
-from holdfast.ownership.access import located
+from holdfast.ownership.access import locate_with_lease
 from holdfast.ownership.claim import dropped
 from holdfast.root.address import split_source
 from holdfast.root.catalog import Entry
@@ -210,7 +210,9 @@ class HoldfastReader(StorageReader):
         held = ExitStack()
         # Also at exit: DCP does not tell a reader that the load has failed.
         self._close = weakref.finalize(self, held.close)
-        store, kept = held.enter_context(located(source, which=which, encrypt=self._encrypt))
+        store, kept = held.enter_context(
+            locate_with_lease(source, which=which, encrypt=self._encrypt)
+        )
         try:
             entry = kept.entry
             gone = dropped(store, entry.folder, entry.manifest, entry.marks)

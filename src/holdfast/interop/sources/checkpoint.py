@@ -34,7 +34,7 @@ from holdfast.interop.source import BlockDigests, LeftOut, Source, SourceCompone
 from holdfast.interop.sources.web import names_checkpoint
 from holdfast.keys import Encryption
 from holdfast.loading.block_reader import FileBlocks, begin_block, check_size, read_index, read_tree
-from holdfast.ownership.access import located
+from holdfast.ownership.access import locate_with_lease
 from holdfast.root.address import split_folder, split_source
 from holdfast.root.catalog import is_root
 from holdfast.root.remaining import parts_of
@@ -89,7 +89,9 @@ class CheckpointSource(Source):
     ) -> None:
         """Open a checkpoint; the arguments are those of `load_weights`."""
         with ExitStack() as stack:
-            store, kept = stack.enter_context(located(source, which=which, encrypt=encrypt))
+            store, kept = stack.enter_context(
+                locate_with_lease(source, which=which, encrypt=encrypt)
+            )
             stack.enter_context(store.keeping_open())
             entry = kept.entry
             self.folder = entry.folder

@@ -18,7 +18,7 @@ from holdfast.state import modules, optimizers
 from holdfast.state.attributes import content_of
 from holdfast.state.capture import lacking as held
 from holdfast.state.capture.byrank import BY_RANK
-from holdfast.state.capture.recall import CaptureCache, Irregular, PredictedStateDict, foresee
+from holdfast.state.capture.recall import CaptureCache, Irregular, PredictedStateDict, predict_state
 from holdfast.state.collecting import Leaves
 from holdfast.state.components import (
     RNG,
@@ -48,7 +48,7 @@ class Captured:
 
     components: Mapping[str, CapturedComponent]
     state: Mapping[str, Any]
-    look_for_unheld: Callable[[], Mapping[str, Mapping[str, Tensor]]]
+    find_unsaved_parameters: Callable[[], Mapping[str, Mapping[str, Tensor]]]
     """Callback that finds parameters of optimizers that no captured component holds."""
     stepping: Sequence[int] = ()
     """`id()` of each parameter that an optimizer of the state updates."""
@@ -106,7 +106,7 @@ class Capturer:
         self._names = ParameterNames(homes={})
         self._namings: dict[str, optimizers.Naming] = {}
         self._recollections: dict[str, CaptureCache] = {}
-        self._foreseen: dict[str, PredictedStateDict | None] = {}
+        self._predicted: dict[str, PredictedStateDict | None] = {}
         """Predicted module states of this capture; discarded once code outside torch has run."""
         self._modules: dict[str, _KnownModule] = {}
         self._unsaved = {
@@ -133,7 +133,7 @@ class Capturer:
         try:
             return self._capture(only)
         finally:
-            self._foreseen.clear()  # holds tensors
+            self._predicted.clear()  # holds tensors
 
     def _capture(self, only: Collection[str] | None) -> Captured:
         self._name_parameters()
@@ -157,7 +157,7 @@ class Capturer:
         return Captured(
             components=components,
             state=self._state,
-            look_for_unheld=partial(_unheld, self._state, self._names, components),
+            find_unsaved_parameters=partial(_find_unsaved, self._state, self._names, components),
             stepping=self._stepping,
             names=self._names,
         )
@@ -175,17 +175,17 @@ class Capturer:
 
     def _name_parameters(self) -> None:
         live = {name: value for name, value in self._state.items() if isinstance(value, nn.Module)}
-        self._foreseen.update((name, foresee(module)) for name, module in live.items())
+        self._predicted.update((name, predict_state(module)) for name, module in live.items())
         structures = {}
         for name, module in live.items():
-            foreseen = self._foreseen[name]
-            structures[name] = structure(module) if foreseen is None else foreseen.outline
+            predicted = self._predicted[name]
+            structures[name] = structure(module) if predicted is None else predicted.outline
         if structures != self._structures:
             self._names = parameter_names(live.items())
             self._structures = structures
             self._modules.clear()  # parameters may belong to other modules now
             for unsaved in self._unsaved.values():
-                unsaved.look_again()
+                unsaved.watch_new_buffers()
         optimizers_ = (value for value in self._state.values() if isinstance(value, Optimizer))
         groups = (group for optimizer in optimizers_ for group in optimizer.param_groups)
         self._stepping = [id(parameter) for group in groups for parameter in group["params"]]
@@ -197,7 +197,7 @@ class Capturer:
         if kind == "optimizer":
             return self._optimizer(name, value)
         if kind == "object":
-            self._discard_foreseen()
+            self._discard_predictions()
         content = _call_state_dict(name, value) if kind == "object" else content_of(name, value)
         walked = None if kind == "generator" else content
         recalled = self._recalled(name, kind, walked, None)
@@ -208,29 +208,29 @@ class Capturer:
 
     def _module(self, name: str, module: nn.Module) -> CapturedComponent:
         """Capture a module, from the cache where the result of `state_dict` can be predicted."""
-        if name not in self._foreseen:
-            self._foreseen[name] = foresee(module)
-        foreseen, known = self._foreseen[name], self._modules.get(name)
+        if name not in self._predicted:
+            self._predicted[name] = predict_state(module)
+        predicted, known = self._predicted[name], self._modules.get(name)
         unsaved = self._unsaved[name].find_unchanged() if name in self._unsaved else {}
         frozen = self._by_digest.get(name, _NONE) if name not in self._per_rank else _NONE
         if known is not None and not (known.unsaved is unsaved and known.frozen is frozen):
             known = None
-        if foreseen is not None and known is not None and known.fits(foreseen, self._stepping):
+        if predicted is not None and known is not None and known.fits(predicted, self._stepping):
             component = self._recalled(
                 name,
                 "module",
-                foreseen.detached(self.frozen.ids if self.frozen and frozen else ()),
+                predicted.detached(self.frozen.ids if self.frozen and frozen else ()),
                 known.stamp,
             )
             if component is not None:
                 return replace(component, may_overlap=known.may_overlap)
-        return self._module_by_state_dict(name, module, foreseen, unsaved, frozen)
+        return self._module_by_state_dict(name, module, predicted, unsaved, frozen)
 
     def _module_by_state_dict(
         self,
         name: str,
         module: nn.Module,
-        foreseen: PredictedStateDict | None,
+        predicted: PredictedStateDict | None,
         unsaved: Mapping[str, str],
         frozen: Mapping[str, str],
     ) -> CapturedComponent:
@@ -249,17 +249,17 @@ class Capturer:
             document = modules.capture_module(module, state, leaves, unsaved, frozen)
             is_whole = not leaves.offenders and not leaves.refused
             if is_whole and self._accepted.get(name) != stamp:
-                for entry, reason in modules.not_loadable(module, state):
+                for entry, reason in modules.find_refused_entries(module, state):
                     leaves.record_refusal(entry, reason)
                 self._accepted[name] = stamp
             component = self._encoded("module", leaves, document, walked, stamp)
         may_overlap = self._stepped(component)
         self._modules.pop(name, None)
-        if foreseen is None:
-            self._discard_foreseen()
-        elif name in self._recollections and foreseen.is_right(tensors):
+        if predicted is None:
+            self._discard_predictions()
+        elif name in self._recollections and predicted.matches(tensors):
             self._modules[name] = _KnownModule(
-                outline=foreseen.outline,
+                outline=predicted.outline,
                 stepping=self._stepping,
                 stamp=stamp,
                 may_overlap=may_overlap,
@@ -268,10 +268,10 @@ class Capturer:
             )
         return replace(component, may_overlap=may_overlap)
 
-    def _discard_foreseen(self) -> None:
+    def _discard_predictions(self) -> None:
         """Discard predicted module states: code outside torch may have changed the modules."""
         self._has_run_foreign = True
-        self._foreseen.clear()
+        self._predicted.clear()
 
     def _stepped(self, component: CapturedComponent) -> frozenset[str]:
         """Return the keys of a module's parameters that an optimizer of the state updates."""
@@ -356,9 +356,9 @@ class _KnownModule:
     unsaved: Mapping[str, str]
     frozen: Mapping[str, str]
 
-    def fits(self, foreseen: PredictedStateDict, stepping: list[int]) -> bool:
+    def fits(self, predicted: PredictedStateDict, stepping: list[int]) -> bool:
         """Whether the facts still hold: the same names and the same parameters in optimizers."""
-        return self.outline == foreseen.outline and self.stepping == stepping
+        return self.outline == predicted.outline and self.stepping == stepping
 
 
 def _without_stale_addresses(component: CapturedComponent) -> CapturedComponent:
@@ -367,19 +367,19 @@ def _without_stale_addresses(component: CapturedComponent) -> CapturedComponent:
     return component if addresses == component.addresses else replace(component, addresses=None)
 
 
-def _unheld(
+def _find_unsaved(
     state: Mapping[str, Any], names: ParameterNames, components: Mapping[str, CapturedComponent]
 ) -> Mapping[str, Mapping[str, Tensor]]:
     tensors = (tensor for part in components.values() for tensor in part.tensors.values())
-    return held.unheld(held.homeless(state, names), tensors)
+    return held.select_unsaved(held.find_parameters_outside_modules(state, names), tensors)
 
 
-def unheld_in(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
+def find_unsaved_parameters(state: Mapping[str, Any]) -> Mapping[str, Mapping[str, Tensor]]:
     """Find parameters of optimizers that no component saves, by optimizer and name."""
     live = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
-    if not held.homeless(state, parameter_names(live.items())):
+    if not held.find_parameters_outside_modules(state, parameter_names(live.items())):
         return {}
-    return Capturer(state, is_shared=True).capture().look_for_unheld()
+    return Capturer(state, is_shared=True).capture().find_unsaved_parameters()
 
 
 def _call_state_dict(component: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks for what a training state lacks, and for what no save of it could hold.
+"""Finds what a training state lacks, such as its optimizer, and leaves that no save can hold.
 
 A parameter that an optimizer has and no component saves is trained, and starts again from its
 first value after a resume. Knows no loader but torch's own; `holdfast.data` is above this package.
@@ -39,13 +39,13 @@ Stepped: TypeAlias = "tuple[Optimizer, GradScaler | None]"
 _NAMES = ("data", "loader", "sampler")
 """Parts of component names that mark the user's own way to keep a position."""
 
-OUTSIDE = (
+NO_DATA_POSITION = (
     "the state has no data-loader position: a resumed run gets its data from the beginning again, "
     "unless the loop skips the batches that were used. Make the data a holdfast.data.Loader and "
     "add it to the state; if the loop skips them itself, add a component called "
     '"data", such as {"data": {"batches": 0}} (docs/data.md)'
 )
-PERSISTENT = (
+PERSISTENT_WORKERS = (
     "a torch DataLoader with persistent_workers draws a seed from torch's global generator, or one "
     "in the state, once in a process, at its first epoch. A resumed process draws it again, so the "
     "random numbers of the training differ from then on. Give it a generator of its own: "
@@ -64,7 +64,7 @@ OMITTED = (
 )
 
 
-def draws_once(state: Mapping[str, Any]) -> bool:
+def has_loader_that_draws_once(state: Mapping[str, Any]) -> bool:
     """Whether a torch DataLoader of this process draws only once from a generator that is saved."""
     loaders: list[DataLoader[Any]] = instances_of(DataLoader)
     drawn_from = [each.generator for each in loaders if each.persistent_workers]
@@ -74,7 +74,9 @@ def draws_once(state: Mapping[str, Any]) -> bool:
     )
 
 
-def homeless(state: Mapping[str, Any], names: ParameterNames) -> dict[str, dict[str, Tensor]]:
+def find_parameters_outside_modules(
+    state: Mapping[str, Any], names: ParameterNames
+) -> dict[str, dict[str, Tensor]]:
     """Find optimizers' parameters that no module in `names` has: optimizer → name → parameter."""
     by_optimizer = {}
     for component, value in state.items():
@@ -86,18 +88,18 @@ def homeless(state: Mapping[str, Any], names: ParameterNames) -> dict[str, dict[
     return by_optimizer
 
 
-def unheld(
-    homeless: Mapping[str, Mapping[str, Tensor]], captured: Iterable[Tensor]
+def select_unsaved(
+    parameters: Mapping[str, Mapping[str, Tensor]], captured: Iterable[Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """Select the `homeless` parameters whose memory is in none of the captured tensors."""
-    if not homeless:
+    """Select the `parameters` whose memory is in none of the captured tensors."""
+    if not parameters:
         return {}
     spans = [_get_addresses(tensor) for tensor in captured]
     left = {
         component: {
             name: parameter for name, parameter in lost.items() if not _is_within(parameter, spans)
         }
-        for component, lost in homeless.items()
+        for component, lost in parameters.items()
     }
     return {component: lost for component, lost in left.items() if lost}
 
@@ -152,7 +154,7 @@ def lacks_optimizer(state: Mapping[str, Any]) -> bool:
     )
 
 
-def omitted(
+def list_omitted_classes(
     state: Mapping[str, Any],
     stepped: Iterable[Stepped],
     saved: Collection[int],
@@ -245,7 +247,7 @@ def _is_position(value: Any) -> bool:
     return hasattr(value, "__iter__") and hasattr(value, "state_dict")
 
 
-def is_outside(state: Mapping[str, Any]) -> bool:
+def lacks_data_position(state: Mapping[str, Any]) -> bool:
     """Whether a training's state has no position in data, by name or as an iterable."""
     if not any(isinstance(value, Optimizer) for value in state.values()):
         return False
@@ -274,7 +276,7 @@ def instances_of(kind: type[T]) -> list[T]:
     return [item for item in gc.get_referrers(*kinds) if type(item) in kinds]
 
 
-def refusals(state: Mapping[str, Any]) -> list[tuple[str, str]]:
+def find_unsavable_leaves(state: Mapping[str, Any]) -> list[tuple[str, str]]:
     """List (path, reason) of everything found that can never be saved."""
     modules = ((name, value) for name, value in state.items() if isinstance(value, nn.Module))
     names = parameter_names(modules)
@@ -295,8 +297,8 @@ def refusals(state: Mapping[str, Any]) -> list[tuple[str, str]]:
     return found
 
 
-def slots_stamp(state: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return what changes when an optimizer has made further slots: counts, in microseconds."""
+def count_slots(state: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Count slots, in microseconds: other numbers mean that an optimizer has made further ones."""
     return [_num_slots(value) for value in state.values() if isinstance(value, Optimizer)]
 
 

@@ -66,7 +66,7 @@ class PredictedStateDict:
     are_plain: bool
     """Whether none is a DTensor."""
 
-    def is_right(self, entries: Sequence[Any]) -> bool:
+    def matches(self, entries: Sequence[Any]) -> bool:
         """Whether `entries`, from `state_dict`, are the predicted ones."""
         pairs = list(zip(entries, self.tensors, strict=False))
         is_whole = len(entries) == len(self.tensors)
@@ -85,7 +85,7 @@ class PredictedStateDict:
         return [one if is_dtensor(one) else one.detach() for one in chosen]
 
 
-def foresee(wrapped: nn.Module) -> PredictedStateDict | None:
+def predict_state(wrapped: nn.Module) -> PredictedStateDict | None:
     """Predict the result of `state_dict`; None where code other than torch's affects it."""
     scan = _Scan()
     if not scan.record_module(unwrap_module(wrapped)):
@@ -298,15 +298,15 @@ class CaptureCache:
             tensors = [one.detach() if one.requires_grad else one for one in tensors]
         by_key = dict(zip(self._keys, tensors, strict=True))
         if self._layouts:
-            self._look_at(by_key)
+            self._renew_shards(by_key)
         return replace(
             self._component,
             tree=self._document.data,
             tensors=by_key,
-            addresses=self._first_of_each(addresses) if self._facts.are_runs else None,
+            addresses=self._first_of_each(addresses) if self._facts.are_contiguous else None,
         )
 
-    def _look_at(self, tensors: Mapping[str, Tensor]) -> None:
+    def _renew_shards(self, tensors: Mapping[str, Tensor]) -> None:
         """Make new views of the local tensors that have moved."""
         known = self._component.shards
         moved = {
@@ -354,7 +354,7 @@ class _TensorFacts:
     """Whether each tensor requires grad, and is a leaf; None: none requires grad."""
 
     @property
-    def are_runs(self) -> bool:
+    def are_contiguous(self) -> bool:
         """Whether each tensor is one contiguous run of bytes in host memory."""
         return self.devices is None and self.strides is None
 

@@ -100,7 +100,7 @@ class ComponentView(MutableMapping[str, Any]):
         container, key = place
         old = _peek(container, key)
         is_tied = isinstance(old, TensorRef) and self._uses[old.key] > 1
-        container[key] = new = self._adopted(path, value, old)
+        container[key] = new = self._convert_to_node(path, value, old)
         self._is_changed = True
         if is_tied and self._source.kind == "module":
             self._replace_ties(old, new)
@@ -244,9 +244,9 @@ class ComponentView(MutableMapping[str, Any]):
     def _tensor(self, key: str) -> Tensor:
         return self._new[key] if key in self._new else self._tensors[self._source.name][key]
 
-    def _adopted(self, path: str, value: Any, old: Any) -> Any:
+    def _convert_to_node(self, path: str, value: Any, old: Any) -> Any:
         """Convert `value` to a node of the tree, with copies of its tensors."""
-        with self._freed(old), torch.no_grad():
+        with self._key_freed(old), torch.no_grad():
             leaves = Leaves(
                 component=self._source.name,
                 key_of=lambda inner: path + inner.removeprefix(_WHOLE),
@@ -262,10 +262,10 @@ class ComponentView(MutableMapping[str, Any]):
         self._new.update(new)
         self._specs.update(specs)
         self._uses.update(uses_in({_WHOLE: node}))
-        return self._as_before(node, old)
+        return self._with_old_flags(node, old)
 
     @contextmanager
-    def _freed(self, old: Any) -> Iterator[None]:
+    def _key_freed(self, old: Any) -> Iterator[None]:
         """Free the key of the replaced leaf `old` for reuse during the block."""
         is_alone = isinstance(old, TensorRef | ArrayRef) and self._uses[old.key] == 1
         kept = {old.key: self._specs.pop(old.key)} if is_alone else {}
@@ -283,7 +283,7 @@ class ComponentView(MutableMapping[str, Any]):
             self._specs.pop(old.key, None)
             self._new.pop(old.key, None)
 
-    def _as_before(self, node: Any, old: Any) -> Any:
+    def _with_old_flags(self, node: Any, old: Any) -> Any:
         """Return `node` with the device and the flags of the tensor that it replaces."""
         if not isinstance(node, TensorRef):
             return node

@@ -161,9 +161,9 @@ def read_all(tensors: Mapping[str, Stored]) -> dict[str, Tensor]:
 def _copy_from_memory(pairs: Sequence[Pair]) -> None:
     if not pairs:
         return
-    large, others = _parted(pairs)
+    large, others = _split_large(pairs)
     pieces = (piece for pair in large for piece in _pieces(*pair))
-    with torch.no_grad(), _copied_beside(Shared(pieces)):
+    with torch.no_grad(), _copying_in_threads(Shared(pieces)):
         _copy_by_torch(others)
     for live, _ in large:
         # Writes through numpy do not show autograd that a tensor has changed.
@@ -185,7 +185,7 @@ class Shared(Iterator[T]):
 
 
 @contextmanager
-def _copied_beside(pieces: Shared[tuple[Any, Any]]) -> Iterator[None]:
+def _copying_in_threads(pieces: Shared[tuple[Any, Any]]) -> Iterator[None]:
     """Copy pieces in threads while the block runs, if any can start, and the rest after it."""
     helpers: list[threading.Thread] = []
     with suppress(RuntimeError):
@@ -208,7 +208,7 @@ def _copy_all(pieces: Shared[tuple[Any, Any]]) -> None:
         np.copyto(target, source)
 
 
-def _parted(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
+def _split_large(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Pair]]:
     large: list[Pair] = []
     others: list[Pair] = []
     for pair in pairs:
@@ -234,7 +234,7 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
 
 def copy_bytes(live: Sequence[Tensor], addresses: list[int], nbytes: list[int]) -> None:
     """Copy bytes into a plain tensor of `nbytes` bytes from each address, with the GIL held."""
-    for some in in_parts(len(live)):
+    for some in slices_for_cache(len(live)):
         targets, counts = live[some], nbytes[some]
         if [*map(_nbytes, targets)] != counts:
             raise UsageError("a live tensor has another size than the bytes for it")
@@ -247,7 +247,7 @@ def copy_runs(targets: Iterable[int], sources: Iterable[int], nbytes: Iterable[i
     deque(map(_memmove, targets, sources, nbytes), maxlen=0)
 
 
-def in_parts(length: int) -> Iterator[slice]:
+def slices_for_cache(length: int) -> Iterator[slice]:
     """Yield slices of a list of `length` tensors, each short enough for the processor's cache."""
     return (slice(start, start + _PART_LENGTH) for start in range(0, length, _PART_LENGTH))
 

@@ -49,7 +49,7 @@ from holdfast.state.planning.copying import (
     are_plain,
     copy_tensors,
     fetched,
-    in_parts,
+    slices_for_cache,
 )
 from holdfast.state.planning.inner import InnerPair, match_inner, stored_for
 from holdfast.state.planning.livevalues import placed_as, revived
@@ -605,7 +605,7 @@ class Merge:
 
 def _all_fit(live: Sequence[Any], specs: Sequence[TensorSpec]) -> bool:
     """Whether all of `live` are plain tensors with the shapes and dtypes of `specs`."""
-    for some in in_parts(len(live)):
+    for some in slices_for_cache(len(live)):
         if not are_plain(live[some]):
             return False
         if [*map(_SHAPE, live[some])] != [*map(_SHAPE, specs[some])]:

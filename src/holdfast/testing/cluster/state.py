@@ -140,7 +140,7 @@ class Cluster:
         return Captured(
             components={MODEL: model, GENERATORS: generators},
             state={MODEL: self, GENERATORS: self},
-            look_for_unheld=dict,
+            find_unsaved_parameters=dict,
         )
 
 

@@ -21,7 +21,7 @@ from holdfast.events import Emitter, url_without_secrets
 from holdfast.format.layout import parse_attempt
 from holdfast.format.manifest import Timestamp
 from holdfast.manager import CheckpointManager
-from holdfast.ownership.access import place_of
+from holdfast.ownership.access import open_address
 from holdfast.ownership.annotations import checked_metrics, checked_tags
 from holdfast.ownership.process import utc_text
 from holdfast.ownership.tiered_catalog import catalog_of
@@ -60,7 +60,7 @@ class StartingPoint:
             return None
         if not isinstance(source, str | os.PathLike):
             raise UsageError(f"start_from={source!r}: must be ROOT or ROOT@WHICH, a path or a URL")
-        store, which, folder = place_of(source)
+        store, which, folder = open_address(source)
         shown = url_without_secrets(os.fspath(source))
         if folder and parse_attempt(folder) is None:
             raise UsageError(

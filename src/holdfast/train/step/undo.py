@@ -165,7 +165,7 @@ class Boundary:
         modules: Iterable[nn.Module] = (),
     ) -> None:
         """Copy `components` with the global generators, the position of `data`, and buffers."""
-        self._depth, self._num_threads = randomness.depth(), torch.get_num_threads()
+        self._depth, self._num_threads = randomness.count_open_blocks(), torch.get_num_threads()
         self._data = data
         self._position = None if data is None else data.state_dict()
         self._live: dict[str, Any] | None = None
@@ -192,7 +192,7 @@ class Boundary:
     @torch.no_grad()
     def restore_snapshot(self) -> None:
         """Restore the snapshot."""
-        randomness.end_blocks(self._depth)
+        randomness.end_inner_blocks(self._depth)
         if torch.get_num_threads() != self._num_threads:  # a fetch runs with one
             torch.set_num_threads(self._num_threads)
         for buffer, kept in self._buffers:
