@@ -1,4 +1,4 @@
-"""The register of an attempt: manifest, abort marker or tombstone (docs/format.md, section 3)."""
+"""Manifest of a checkpoint, or the abort marker or tombstone in its place (docs/format.md, 3)."""
 
 from __future__ import annotations
 
@@ -136,10 +136,10 @@ class WatchedMetric(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """Differences of a life of the run, which began at `step`, from the one before."""
+    """Differences of a session, which began at `step`, from the one before."""
 
     epoch: Positive
-    """Claim of that life."""
+    """Claim of that session."""
     step: Natural
     what: tuple[str, ...]
     """A text for each setting: name, old and new value."""

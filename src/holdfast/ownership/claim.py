@@ -1,5 +1,6 @@
 """Claims on a run: check for a live owner, heartbeats, closes (docs/design.md, rules 2 and 3).
 
+The order of checks and puts is part of the protocol: tests/protocol, tests/ownership/test_claim.py.
 `check_owner` prevents accidents; `root.commit.check_ownership` makes two writers safe.
 """
 

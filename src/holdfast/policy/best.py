@@ -1,4 +1,4 @@
-"""Saves at validations for rules `Best`: the state of one is saved where such a rule would keep it.
+"""Decides at which validations to save: those whose state a retention rule `Best` would keep.
 
 An interval of saves and one of validations may never meet, and then a rule `Best` would find its
 metric in no checkpoint.

@@ -1,4 +1,4 @@
-"""Catalog of a root: attempts, registers, claims, the lineage and its head. Reads only.
+"""Reads a run's root: attempts, manifests, claims, and which checkpoint a resume continues from.
 
 This module knows the order of epochs and saves (docs/design.md, section 3) and nothing about
 tensors. It never writes and never claims.

@@ -1,4 +1,7 @@
-"""Loading of stored components into live objects: all checks first, generators last."""
+"""Loading of stored components into live objects: all checks first, generators last.
+
+Only `Prepared.apply_values` changes live objects for good (tests/state/test_apply.py).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Support for other libraries' loaders: known limits of their resume, and skipping of items.
+"""Support for other libraries' data loaders: known limits of their resume, and skipping of items.
 
 Looks at type names only; imports none of the packages that it names.
 """

@@ -1,4 +1,4 @@
-"""Fresh copies of a source, to find out what its state leaves out and whether epochs reach it.
+"""Checks of a data source by reading copies: does its state resume it, does `set_epoch` reach it?
 
 A copy shares nothing with the source but classes and functions, so reading it moves nothing.
 """

@@ -1,7 +1,7 @@
-"""Options of optimizers that a script changes between two lives of a run: kept, or taken by name.
+"""Optimizer options that a script changes between two sessions: the checkpoint's or the script's.
 
-The checkpoint's values go on unless they are overridden. An origin is the value of a script that an
-option of the run descends from: what schedulers and callbacks make of it may be another one.
+The checkpoint's values are used unless `override` names them. An option's origin is the value that
+a script gave it: schedulers and callbacks may have changed it since.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Every put is atomic, and durable when it returns. Every name is used in a folder that was opened
 without following symbolic links. Nothing is touched before the first operation. What the file
 system must support (folder syncs; hard links or renames that refuse to replace) is tried, not
-assumed: one that lacks it is refused with `UnsupportedStore`.
+assumed: one that lacks it is refused with `UnsupportedStore`. tests/crash/test_write_order.py
+checks the order of writes and syncs in system calls.
 """
 
 from __future__ import annotations
