@@ -279,7 +279,7 @@ def test_another_lightning_without_our_seam_for_last_can_be_imported(
     """Its Trainer is refused when a fit begins."""
     path = "lightning.pytorch.trainer.connectors.checkpoint_connector"
     monkeypatch.delattr(f"{path}.{gone}")
-    seams.find_last(HoldfastCheckpoint)
+    seams.patch_path_lookup(HoldfastCheckpoint)
 
 
 def test_lightnings_best_without_a_rule_for_it_names_the_rule(tmp_path: Path) -> None:

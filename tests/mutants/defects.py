@@ -226,7 +226,7 @@ MUTANTS = (
         name="save-inside-an-accumulation-window",
         promise="D69: no save inside an accumulation window, where gradients would be lost",
         place="FitStatus.check_save_step",
-        before="        if not self.is_between:\n            raise",
+        before="        if not self.is_between_steps:\n            raise",
         after="        if not self.has_begun:\n            raise",
         near=("tests/train/fit/test_saving.py",),
     ),

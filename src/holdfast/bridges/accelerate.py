@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from holdfast.bridges.parts import is_leader, left_out, name_components, needs_library
+from holdfast.bridges.parts import is_leader, name_components, needs_library, note_other_framework
 from holdfast.errors import UsageError
 
 with needs_library("accelerate"):
@@ -158,7 +158,7 @@ class _Window:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Return notes on what cannot be taken over."""
-        note = left_out(state, _FRAMEWORK)
+        note = note_other_framework(state, _FRAMEWORK)
         now = _scheduler_steps(self._accelerator)
         before = state.get(_STEPS, now)
         if note is None and before != now:

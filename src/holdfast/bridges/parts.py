@@ -1,7 +1,7 @@
-"""Shared by all bridges: where a run begins, components, generators, and validations.
+"""Parts that bridges share: start of a run, component names, generators, and validations.
 
-A checkpoint has the metrics of a validation only if it has the weights that were validated. So
-where a rule `Best` would keep these, they are saved at the validation.
+A checkpoint has metrics of a validation only if it has the validated weights, so these are saved if
+a rule `Best` would keep them. The leader decides for all ranks (tests/bridges/test_ranks.py).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def is_leader() -> bool:
     return present_ranks().rank == LEADER
 
 
-def only_leader(agree: Agree, what: str, work: Callable[[], T]) -> T | None:
+def run_on_leader(agree: Agree, what: str, work: Callable[[], T]) -> T | None:
     """Run `work` on the leader alone; return its result there, and None on the other ranks.
 
     All ranks call it. `what` names the work in errors.
@@ -82,7 +82,7 @@ def only_leader(agree: Agree, what: str, work: Callable[[], T]) -> T | None:
     return found
 
 
-def reporting(checkpoints: Checkpoints) -> Emitter:
+def make_leader_emitter(checkpoints: Checkpoints) -> Emitter:
     """Return the emitter of a bridge's own events: they are alike on all ranks, so one reports."""
     return Emitter(tuple(checkpoints.sinks) if is_leader() else ())
 
@@ -132,7 +132,7 @@ def warn_without_interval(checkpoints: Checkpoints, emit: Emitter) -> None:
         )
 
 
-def stays_ended(step: int, how: str) -> str:
+def describe_ended_run(step: int, how: str) -> str:
     """Return the warning that a run which was ended before its goal is not trained further."""
     return f"not training: this run was ended at step {step}, before its goal; to continue: {how}"
 
@@ -176,7 +176,7 @@ def rewind(loaders: Iterable[Any], emit: Emitter | None = None) -> bool:
     return moved
 
 
-def taking_over(hooks: StateHooks) -> StateHooks:
+def allow_other_trainers(hooks: StateHooks) -> StateHooks:
     """Allow that a checkpoint has no component of this trainer, or one of `holdfast.train`."""
     own = hooks.one_sided
     return replace(hooks, one_sided=lambda name: name in OF_TRAINERS or bool(own and own(name)))
@@ -192,7 +192,9 @@ def start_from(
     encrypt: Encryption | None,
 ) -> Checkpoint:
     """Begin the run of `manager` with the whole state of a checkpoint in another root."""
-    with CheckpointManager(store, components, hooks=taking_over(hooks), encrypt=encrypt) as other:
+    with CheckpointManager(
+        store, components, hooks=allow_other_trainers(hooks), encrypt=encrypt
+    ) as other:
         found = other.load(which, in_place=True)
     manager.count_from(found.timestamp)
     return found
@@ -207,10 +209,10 @@ def name_components(name: str, values: Sequence[Any]) -> dict[str, Any]:
     return {f"{name}{number or ''}": value for number, value in enumerate(values)}
 
 
-def left_out(state: Mapping[str, Any], framework: str) -> str | None:
+def note_other_framework(state: Mapping[str, Any], framework: str) -> str | None:
     """Return a note if a stored component `trainer` is of another framework than the one loading.
 
-    >>> left_out({"of": "ignite"}, "lightning")
+    >>> note_other_framework({"of": "ignite"}, "lightning")
     'trainer: saved by ignite, so lightning leaves its counters and callbacks out'
     """
     other = state.get("of", "another trainer")
@@ -246,11 +248,11 @@ class BridgeValidations:
         agree: Agree,
         *,
         resumed: Checkpoint | None,
-        to_come: bool,
+        validates: bool,
     ) -> None:
         """Read the metrics of the checkpoints that the run goes on from, and those before.
 
-        All ranks call it, and the leader reads. `to_come`: whether the trainer validates at all.
+        All ranks call it, and the leader reads. `validates`: whether the trainer validates at all.
         Until it has done so once, no warning says that a rule's metric is missing.
         """
         self._manager, self._agree = manager, agree
@@ -260,12 +262,12 @@ class BridgeValidations:
         """Whether a validation was within the present step."""
         self._begun: list[PendingSave] = []
         """Saves whose outcome is not known yet."""
-        self._awaits_first = to_come
-        if to_come:
+        self._awaits_first = validates
+        if validates:
             manager.expect_metrics()
         if self._best and resumed is not None:
             what = "reading the metrics of earlier checkpoints"
-            known = only_leader(
+            known = run_on_leader(
                 agree, what, lambda: _read_earlier_metrics(checkpoints, resumed.step)
             )
             self._best.set_known_metrics(known or {})  # the leader decides for all
@@ -296,7 +298,7 @@ class BridgeValidations:
     ) -> None:
         """Save what is due by the manager's policy, by a rule `Best`, or because it is `wanted`."""
         happened, dues = [*events], [] if wanted is None else [wanted]
-        if self.was_at(step):
+        if self.has_validation(step):
             happened.append("evaluation")
             dues += self._find_due_saves(step)
         pending = self._manager.maybe_save(
@@ -310,7 +312,7 @@ class BridgeValidations:
             self._best.begun(step, metrics)
             self._begun.append(pending)
 
-    def was_at(self, step: int) -> bool:
+    def has_validation(self, step: int) -> bool:
         """Whether a validation was at this step or within it, and no call of `maybe_save` since."""
         return self._was_within or self._step == step
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.bridges.parts import (
+    allow_other_trainers,
     is_leader,
-    left_out,
     name_components,
     needs_library,
+    note_other_framework,
     say_start,
-    taking_over,
 )
 from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.control.stop import Stop
@@ -108,7 +108,7 @@ class HoldfastManager(BaseCheckpointManager):
                 TRAINER: self._counters,
                 **others,
             },
-            hooks=taking_over(StateHooks()),
+            hooks=allow_other_trainers(StateHooks()),
             stop=self._stop,
         )
         self._closing.push(self.manager)
@@ -168,7 +168,7 @@ class _Counters:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the counters, unless another trainer has saved the state."""
-        note = left_out(state, _FRAMEWORK)
+        note = note_other_framework(state, _FRAMEWORK)
         if note is not None:
             if is_leader():
                 logger.warning("%s", note)

@@ -1,7 +1,8 @@
 """Metrics of saves, made of events, for Prometheus (`Prometheus`) and OpenTelemetry.
 
 `OpenTelemetry` makes no spans: the SDK draws their ids from Python's global generator, which is
-training's, and a resume would not be exact.
+training's, and a resume would not be exact. Dashboards use the names in `INSTRUMENTS`, which
+docs/trackers.md lists; tests/sinks/test_metrics.py compares both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Sinks that give experiment trackers references to checkpoints, and tell them of deletions.
 
 A reference has root, folder, step, digest, size and metrics, and no bytes of the checkpoint. The
-Trainer's loggers of these trackers have such sinks.
+Trainer's loggers of these trackers have such sinks. No call to a tracker may draw from the global
+generators, as resumes would not be exact (tests/sinks/test_trackers.py).
 """
 
 from __future__ import annotations
@@ -147,13 +148,13 @@ class WandbReferences(References):
         artifact = self._library.Artifact(
             f"checkpoint-{self._run.id}{kind}", type=f"checkpoint{kind}", metadata=facts
         )
-        if uri is None or not _refers(artifact, uri, facts["folder"]):
+        if uri is None or not _add_reference(artifact, uri, facts["folder"]):
             with artifact.new_file("checkpoint.json") as file:
                 json.dump(facts, file)
         self._run.log_artifact(artifact, aliases=[f"step-{facts['step']}"])
 
 
-def _refers(artifact: Any, uri: str, name: str) -> bool:
+def _add_reference(artifact: Any, uri: str, name: str) -> bool:
     """Add a reference to an artifact; False if W&B refuses it.
 
     Without checksums it looks at names and sizes in a local folder, which may be gone by now, and

@@ -1,4 +1,4 @@
-"""Averages of the weights in a copy of the model: exponential (EMA), or equal from late on (SWA).
+"""Weight averages in a copy of the model: exponential (EMA) and stochastic weight averaging (SWA).
 
 After Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization" (2018).
 """

@@ -190,7 +190,7 @@ class PartsBuilder:
         self._schedules = Schedules(schedulers, self._callbacks)
 
     def _make_state(self) -> None:
-        """Name what checkpoints save, in one dict that later parts read from."""
+        """Name the components, in a dict for later parts. Existing checkpoints have the names."""
         given, group, ema, swa = self._given, self._base.group, self._ema, self._swa
         extra, self._per_rank = take_per_rank_marks(given.state or {})
         state: dict[str, Any] = {}

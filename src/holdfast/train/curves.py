@@ -1,7 +1,7 @@
-"""Curves of the learning rate as functions of the run's counters: warm-up, cosine, linear, WSD.
+"""Learning-rate curves as functions of the run's counters: warm-up, cosine, linear, WSD.
 
-A rate follows from the counters and the goal alone, so a resume needs no history but where parts
-of different units met.
+A rate follows from the counters and the goal alone. So a resume needs no history, except the points
+at which parts with lengths in different units met (tests/train/schedules/test_curves.py).
 """
 
 from __future__ import annotations

@@ -204,9 +204,9 @@ class Schedules:
             for _ in range(int(passed[1] - passed[0])):
                 self._step_scheduler(name, item, metrics)
         for curve in self._curves.values():
-            self._tell_around(curve, partial(curve.step, counters))
+            self._run_with_hooks(curve, partial(curve.step, counters))
 
-    def validated(
+    def advance_after_validation(
         self, regular: Collection[str], metrics: Metrics, owner_of: Callable[[str], str | None]
     ) -> None:
         """Step schedulers that follow validations, by `metrics`; `regular` parts were due."""
@@ -219,11 +219,11 @@ class Schedules:
 
     def _step_scheduler(self, name: str, item: Schedule, metrics: Metrics) -> None:
         if item.metric is None:
-            self._tell_around(item.scheduler, item.scheduler.step)
+            self._run_with_hooks(item.scheduler, item.scheduler.step)
             return
         if item.metric in metrics:
             self._seen.add(name)
-            self._tell_around(item.scheduler, partial(item.scheduler.step, metrics[item.metric]))
+            self._run_with_hooks(item.scheduler, partial(item.scheduler.step, metrics[item.metric]))
         elif name not in self._seen and (
             "loss" in metrics or item.metric.startswith(OF_VALIDATION)
         ):
@@ -234,7 +234,7 @@ class Schedules:
         elif metrics:
             logger.warning("%s: no %r this time, so it does not step", name, item.metric)
 
-    def _tell_around(self, scheduler: Any, step: Callable[[], Any]) -> None:
+    def _run_with_hooks(self, scheduler: Any, step: Callable[[], Any]) -> None:
         self._callbacks.call_hook(Callback.before_scheduler_step, scheduler)
         with warnings.catch_warnings():
             # An update that was skipped is a step, too.

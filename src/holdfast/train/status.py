@@ -80,8 +80,8 @@ class FitStatus:
         """End of the current or last `fit`; None before the first one."""
         self.is_running = False
         """Whether a `fit` or an evaluation runs."""
-        self.is_between = False
-        """Whether a save can be begun."""
+        self.is_between_steps = False
+        """Whether a save can be begun: not within a step, a validation, or hooks of a save."""
         self.is_under_way = False
         """Whether a step has begun, to which logged metrics belong."""
         self.has_begun = False
@@ -94,10 +94,10 @@ class FitStatus:
         try:
             yield
         except BaseException as error:
-            callbacks.tell_exception(error)
+            callbacks.call_exception_hooks(error)
             raise
         finally:
-            self.manager, self.is_running, self.is_between = None, False, False
+            self.manager, self.is_running, self.is_between_steps = None, False, False
 
     def fence(self) -> None:
         """Wait for a save that still copies the state, as it is about to change."""
@@ -111,24 +111,24 @@ class FitStatus:
 
     def enter_step(self) -> None:
         """Record that a step has begun."""
-        self.is_between, self.is_under_way = False, True
+        self.is_between_steps, self.is_under_way = False, True
 
     def leave_step(self) -> None:
         """Record that the step is complete and counted, and the state consistent."""
-        self.is_between, self.is_under_way = True, False
+        self.is_between_steps, self.is_under_way = True, False
 
     @contextmanager
     def refusing_saves(self) -> Iterator[None]:
         """Refuse saves during the block."""
-        before, self.is_between = self.is_between, False
+        before, self.is_between_steps = self.is_between_steps, False
         try:
             yield
         finally:
-            self.is_between = before
+            self.is_between_steps = before
 
     def check_save_step(self, step: int) -> None:
         """Check that a save of `step` may begin."""
-        if not self.is_between:
+        if not self.is_between_steps:
             raise UsageError(
                 "a checkpoint can be made between steps only, where all parts of the state belong "
                 "together: in fit_start, step_end, epoch_end, log or fit_end, and in none of them "
@@ -191,7 +191,7 @@ class FitEnding:
                 self.reason = self._own_reason() if self._group.is_alone else self._agreed
         return self.reason is not None
 
-    def meet(self, num_saves: int) -> int:
+    def agree_on_end(self, num_saves: int) -> int:
         """Agree on whether training ends; return how many saves ended on every rank."""
         reasons: list[EndReason | None] = [None, "max_time", "stopped"]
         mine = reasons.index(self._own_reason())

@@ -525,7 +525,7 @@ class Trainer:
         names: Collection[str],
         *arguments: Any,
     ) -> None:
-        self._callbacks.tell_chosen(to, hook, *arguments)
+        self._callbacks.call_hook_of(to, hook, *arguments)
         if not self._parts.limits.fast_dev_run:
             self._callbacks.warn_if_unrecorded(hook, names)
 

@@ -264,9 +264,9 @@ def test_metrics_go_to_the_loggers_that_are_named() -> None:
     loggers = [Records(), Records()]
     loggers[0].name, loggers[1].name = "one", "two"
     every = together(*loggers)
-    every.tell_chosen(None, Callback.log, {})
-    every.tell_chosen(["two"], Callback.log, {})
+    every.call_hook_of(None, Callback.log, {})
+    every.call_hook_of(["two"], Callback.log, {})
     assert seen == ["one", "two", "two"]
     for unknown in (["three"], "one"):
         with pytest.raises(UsageError, match="'one', 'two'"):
-            every.tell_chosen(unknown, Callback.log, {})
+            every.call_hook_of(unknown, Callback.log, {})

@@ -22,13 +22,13 @@ from holdfast.arguments import check_arguments
 from holdfast.bridges.parts import (
     BridgeValidations,
     Generators,
-    left_out,
-    reporting,
+    allow_other_trainers,
+    describe_ended_run,
+    make_leader_emitter,
+    note_other_framework,
     rewind,
     say_start,
     start_from,
-    stays_ended,
-    taking_over,
     warn_without_interval,
 )
 from holdfast.checkpoints import Checkpoints, StateHooks
@@ -88,7 +88,7 @@ class EngineState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the Engine's state, unless another trainer has saved it."""
-        note = left_out(state, _OURS)
+        note = note_other_framework(state, _OURS)
         self.is_loaded = note is None
         if note is not None:
             self._emit("warning", note)
@@ -255,7 +255,7 @@ class HoldfastRun:
         self._components, self._accumulate = dict(state), accumulate
         self._max_duration, self._config = max_duration, config
         self._hooks, self._stop = hooks or StateHooks(), stop or Stop()
-        self._emit = reporting(self.checkpoints)
+        self._emit = make_leader_emitter(self.checkpoints)
         self._state = EngineState(engine, self._emit)
         self._evaluator, self._measured = evaluator, TimedMetrics(engine, evaluator)
         self._validations: BridgeValidations | None = None
@@ -286,14 +286,14 @@ class HoldfastRun:
             SystemExit: a signal has asked to stop, and the state is saved.
         """
         length = epoch_length or _measure_length(data)
-        components = self._with_data(data) | {TRAINER: self._state}
+        components = self._add_data(data) | {TRAINER: self._state}
         self._check_handlers(components)
         warn_without_interval(self.checkpoints, self._emit)
         self.manager = manager = CheckpointManager(
             self.checkpoints,
             components,
             max_duration=self._max_duration,
-            hooks=taking_over(self._hooks),
+            hooks=allow_other_trainers(self._hooks),
             stop=self._stop,
             config=self._config,
         )
@@ -302,9 +302,9 @@ class HoldfastRun:
             self._validations = BridgeValidations(
                 self.checkpoints,
                 manager,
-                _leaders,
+                _broadcast,
                 resumed=self._resumed,
-                to_come=self._evaluator is not None,
+                validates=self._evaluator is not None,
             )
             if self._resumed is None:
                 rewind([components.get("data")], self._emit)
@@ -318,7 +318,7 @@ class HoldfastRun:
                 self._save_at_end(manager)
         return self.engine.state
 
-    def _with_data(self, data: Any) -> dict[str, Any]:
+    def _add_data(self, data: Any) -> dict[str, Any]:
         if any(data is one for one in self._components.values()):
             return self._components
         if hasattr(data, "state_dict") and hasattr(data, "load_state_dict"):
@@ -420,7 +420,7 @@ class HoldfastRun:
         if self._state.has_stopped and which == "latest":
             step = self._resumed.step
             how = f'run(…, which="step={step}") without the handler that terminated it'
-            self._emit("warning", stays_ended(step, how))
+            self._emit("warning", describe_ended_run(step, how))
             return True
         return False
 
@@ -475,7 +475,7 @@ class HoldfastRun:
     def _started(self, _: Engine) -> None:
         self._has_begun = True
         self._restore_generators()
-        if self._is_between:
+        if self._is_at_epoch_end:
             self._generators = None
 
     def _epoch_started(self, _: Engine) -> None:
@@ -484,7 +484,7 @@ class HoldfastRun:
 
     def _iteration_completed(self, _: Engine) -> None:
         self._has_trained = True
-        if not self._is_between:  # else the handlers of the epoch's end follow
+        if not self._is_at_epoch_end:  # else the handlers of the epoch's end follow
             self._save_if_due("step")
 
     def _epoch_completed(self, _: Engine) -> None:
@@ -527,7 +527,7 @@ class HoldfastRun:
         metrics = self._measured.now()
         if (
             len(events) > 1
-            or validations.was_at(self._completed_steps)
+            or validations.has_validation(self._completed_steps)
             or not manager.is_quiet(self._completed_steps)
         ):
             validations.maybe_save(
@@ -554,7 +554,7 @@ class HoldfastRun:
         return int(self.engine.state.iteration) // int(self.engine.state.epoch_length)
 
     @property
-    def _is_between(self) -> bool:
+    def _is_at_epoch_end(self) -> bool:
         """Whether the Engine stands at the end of an epoch."""
         return int(self.engine.state.iteration) % int(self.engine.state.epoch_length) == 0
 
@@ -568,7 +568,7 @@ def _measure_length(data: Any) -> int:
     return len(data)
 
 
-def _leaders(value: Any) -> Any:
+def _broadcast(value: Any) -> Any:
     """Return the first rank's value on all ranks."""
     if idist.get_world_size() == 1:
         return value

@@ -1,8 +1,8 @@
-"""The callback, which owns the order of Lightning's calls and ours.
+"""Lightning callback that resumes a run when a fit begins, and saves it between batches.
 
-Lightning's own restart replays parts of an epoch: validations, hooks, counters. So states are saved
-only where a batch or an epoch has ended with all that belongs to it, and loops are set to stand
-there. What is saved, and when, is the manager's.
+Lightning's own restart repeats parts of an epoch: validations, hooks, counters. So a state is saved
+only after all calls that belong to a batch or an epoch, and `_wrap` puts ours into this place.
+Exact resumes depend on the order of the calls: tests/bridges/test_lightning.py kills runs.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from holdfast.bridges.lightning.seams import (
     NO_STEP,
     LazyNumbers,
     NewMetrics,
-    begin_anew,
-    begin_data,
     check_trainer,
     components_of,
     evaluated_loaders,
-    find_last,
     given_path,
     model_of,
     monitors_of,
+    patch_path_lookup,
+    rewind_training_loaders,
+    rewind_validation_loaders,
 )
-from holdfast.bridges.lightning.state import CheckpointReader, TrainerState, load_roots
+from holdfast.bridges.lightning.state import CheckpointReader, TrainerState, patch_loading
 from holdfast.bridges.parts import (
     BridgeValidations,
     Generators,
+    allow_other_trainers,
     check_direction,
-    reporting,
+    describe_ended_run,
+    make_leader_emitter,
     rewind,
     say_start,
     start_from,
-    stays_ended,
-    taking_over,
     warn_without_interval,
 )
 from holdfast.checkpoints import Checkpoints, StateHooks
@@ -167,8 +167,8 @@ class HoldfastCheckpoint(CheckpointCallback):
             return
         assert self._reader is not None, "setup() comes first"
         given = given_path(trainer, self.chosen_path)
-        self._reader.find_asked(given)
-        self._emit = reporting(self.checkpoints)
+        self._reader.note_named_checkpoint(given)
+        self._emit = make_leader_emitter(self.checkpoints)
         for who, metric, mode in monitors_of(trainer):
             check_direction(self.checkpoints, self._emit, metric, mode, who)
         warn_without_interval(self.checkpoints, self._emit)
@@ -183,7 +183,7 @@ class HoldfastCheckpoint(CheckpointCallback):
             self.checkpoints,
             components,
             max_duration=self._max_duration,
-            hooks=taking_over(self._hooks),
+            hooks=allow_other_trainers(self._hooks),
             stop=self._stop,
             config=dict(pl_module.hparams),
         )
@@ -196,16 +196,16 @@ class HoldfastCheckpoint(CheckpointCallback):
             self.manager,
             trainer.strategy.broadcast,
             resumed=resumed,
-            to_come=trainer.enable_validation,
+            validates=trainer.enable_validation,
         )
         self._generators = None if resumed is None else Generators()
         if resumed is not None:
             trainer._checkpoint_connector._loaded_checkpoint = {}
             self._reader.done = given
-            self._state.stand(resumed)
+            self._state.set_loops_to_boundary(resumed)
             self._stay_ended(trainer, resumed)
         elif not given:
-            begin_data(trainer, self._emit)
+            rewind_training_loaders(trainer, self._emit)
         self._step, self._has_ended = trainer.global_step, False
         self._wrap(trainer.fit_loop)
 
@@ -219,7 +219,7 @@ class HoldfastCheckpoint(CheckpointCallback):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Let each validation see the same batches, however many were before it in this process."""
         if not trainer.fast_dev_run and trainer.state.fn == "fit":
-            begin_anew(trainer)
+            rewind_validation_loaders(trainer)
             step = trainer.global_step
             self._measured.collect_new_metrics(
                 step + (step == self._step)
@@ -311,7 +311,7 @@ class HoldfastCheckpoint(CheckpointCallback):
             trainer.should_stop = True
             which = f"{resumed.root}@step={resumed.step}"
             how = f'fit(…, ckpt_path="{which}") without the callback that ended it'
-            self._emit("warning", stays_ended(resumed.step, how))
+            self._emit("warning", describe_ended_run(resumed.step, how))
 
     def _wrap(self, fit_loop: Any) -> None:
         """Call our functions at the ends of batches and epochs, until the run is released.
@@ -330,12 +330,12 @@ class HoldfastCheckpoint(CheckpointCallback):
         # Before callbacks put an average in the place of the weights.
         self._replace(fit_loop, "on_run_end", before=lambda: self._end(trainer))
         if self._generators is None:
-            self._replace(fit_loop, "on_run_start", before=state.load_of_lightning)
-            self._replace(epoch_loop, "on_run_start", before=state.epoch_begins)
+            self._replace(fit_loop, "on_run_start", before=state.load_lightning_positions)
+            self._replace(epoch_loop, "on_run_start", before=state.note_epoch_start)
             return
-        self._replace(fit_loop, "on_run_start", before=state.put_back_metrics)
+        self._replace(fit_loop, "on_run_start", before=state.restore_metrics)
         self._replace(fit_loop, "on_run_start", after=self._restore_generators)
-        self._replace(epoch_loop, "on_run_start", before=state.go_on, after=self._goes_on)
+        self._replace(epoch_loop, "on_run_start", before=state.set_progress, after=self._end_resume)
 
     def _replace(
         self,
@@ -360,7 +360,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         if self._generators is not None:
             self._generators.restore_states()
 
-    def _goes_on(self) -> None:
+    def _end_resume(self) -> None:
         """Set the generators once more where an epoch goes on, whose first hooks were called."""
         if self._state is not None and self._state.is_within:
             self._restore_generators()
@@ -372,13 +372,13 @@ class HoldfastCheckpoint(CheckpointCallback):
         if trainer.global_step == self._step or is_last:
             return  # gradients are being accumulated, or the end of the epoch follows
         assert self._state is not None
-        self._state.is_between = False
+        self._state.is_between_epochs = False
         self._save(trainer, ["step"], is_last=trainer.fit_loop.epoch_loop.done)
 
     def _epoch_end(self, trainer: Any) -> None:
         assert self._state is not None
         if trainer.global_step != self._step:  # otherwise the steps of the run have ended
-            self._state.is_between = True
+            self._state.is_between_epochs = True
             self._save(trainer, ["step", "epoch"], is_last=False)
 
     def _end(self, trainer: Any) -> None:
@@ -394,7 +394,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         if (
             not manager.is_quiet(self._step)
             or len(events) > 1
-            or self._validations.was_at(self._step)
+            or self._validations.has_validation(self._step)
         ):
             self._validations.maybe_save(self._step, events=events, metrics=metrics, epoch=epoch)
         else:
@@ -408,5 +408,5 @@ class HoldfastCheckpoint(CheckpointCallback):
             raise SystemExit(self._stop.exit_code)
 
 
-find_last(HoldfastCheckpoint)
-load_roots()
+patch_path_lookup(HoldfastCheckpoint)
+patch_loading()

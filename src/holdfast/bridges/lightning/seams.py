@@ -1,4 +1,7 @@
-"""Everything that is asked of Lightning beyond its public interface, and the checks of it."""
+"""Lightning's private names that the bridge uses, their check, and lookups in its Trainer.
+
+A private name that any module here uses must be listed below (tests/bridges/test_seams.py).
+"""
 
 from __future__ import annotations
 
@@ -93,7 +96,7 @@ def check_trainer(trainer: Any) -> None:
 _NO_BEST = 'none, by its rule for a metric: give HoldfastCheckpoint(…, keep="last:1,best:val_loss")'
 
 
-def find_last(callback: type[Any]) -> None:
+def patch_path_lookup(callback: type[Any]) -> None:
     """Let Lightning's `ckpt_path="last"` and "best" find the checkpoints of `callback`, our class.
 
     Lightning asks only its own callbacks, and chooses the path before any hook of a callback is
@@ -213,13 +216,13 @@ def _check_ranks(trainer: Any, loaders: list[Any]) -> None:
             )
 
 
-def position_of(trainer: Any) -> Any:
+def find_own_loader(trainer: Any) -> Any:
     """Return the first loader of ours; None: there is none."""
     loaders = trainer.fit_loop._combined_loader.flattened
     return next((one for one in loaders if hasattr(one, "at_epoch_end")), None)
 
 
-def begin_anew(trainer: Any) -> None:
+def rewind_validation_loaders(trainer: Any) -> None:
     """Set the loaders of validations to their first batch."""
     training = trainer.fit_loop._combined_loader.flattened
     loaders = trainer.fit_loop.epoch_loop.val_loop._combined_loader.flattened
@@ -244,7 +247,7 @@ def given_path(trainer: Any, chosen: Any) -> str:
     return str((trainer.ckpt_path if is_set_before else chosen) or "")
 
 
-def begin_data(trainer: Any, emit: Emitter) -> None:
+def rewind_training_loaders(trainer: Any, emit: Emitter) -> None:
     """Set the loaders of the training to their first batch, as the run is new."""
     if rewind(trainer.fit_loop._combined_loader.flattened, emit):
         iter(trainer.fit_loop._data_fetcher)  # the iterator was made before

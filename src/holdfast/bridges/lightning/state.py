@@ -1,4 +1,4 @@
-"""The component `trainer` of a run under Lightning, and where its loops stand after a resume."""
+"""Lightning's Trainer as the component `trainer`, and our checkpoints in place of its files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.core import saving
 from torch import Tensor
 
-from holdfast.bridges.lightning.seams import FRAMEWORK, RESTARTING, model_of, position_of
-from holdfast.bridges.parts import left_out
+from holdfast.bridges.lightning.seams import FRAMEWORK, RESTARTING, find_own_loader, model_of
+from holdfast.bridges.parts import note_other_framework
 from holdfast.checkpoints import StateHooks
 from holdfast.errors import NoCheckpoint
 from holdfast.events import Emitter
@@ -35,7 +35,7 @@ class TrainerState:
 
     def __init__(self, trainer: Any, emit: Emitter, part: str | None) -> None:
         self._trainer, self._emit, self._part = trainer, emit, part
-        self.is_between = False
+        self.is_between_epochs = False
         """Whether an epoch has ended, and the next one has not begun."""
         self.is_within = False
         """Whether the state that was loaded is in the middle of an epoch."""
@@ -43,7 +43,7 @@ class TrainerState:
         """Whether a callback had ended the run whose state was loaded."""
         self._loops: dict[str, Any] | None = None
         """Lightning's state of the loops that was loaded."""
-        self._goes_on = False
+        self._is_resuming = False
         self._metrics: dict[str, Tensor] = {}
         self._left_out: tuple[str, ...] = ()
 
@@ -55,7 +55,7 @@ class TrainerState:
         for name in ("optimizer_states", "lr_schedulers"):
             del content[name]
         # A callback that averages weights puts these there, and the model's own elsewhere.
-        of_model = [name for name, value in content.items() if _is_of(value, own)]
+        of_model = [name for name, value in content.items() if _is_model_state(value, own)]
         for name in of_model:
             del content[name]
         loops = content["loops"]["fit_loop"]
@@ -72,7 +72,7 @@ class TrainerState:
             self._left_out = tuple(lost)
         return {
             "of": FRAMEWORK,
-            "is_between": self.is_between,
+            "is_between": self.is_between_epochs,
             "metrics": dict(self._trainer.callback_metrics),
             "has_stopped": bool(self._trainer.should_stop),
             "of_model": of_model,
@@ -85,7 +85,7 @@ class TrainerState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it through Lightning, and set its loops to the boundary that was saved."""
-        note = left_out(state, FRAMEWORK)
+        note = note_other_framework(state, FRAMEWORK)
         if note is not None:
             self._emit("warning", note)
             return
@@ -110,17 +110,17 @@ class TrainerState:
         self._metrics = {name: one.to(device) for name, one in state["metrics"].items()}
         self.has_stopped = bool(state["has_stopped"])
 
-    def stand(self, found: Checkpoint) -> None:
+    def set_loops_to_boundary(self, found: Checkpoint) -> None:
         """Set the loops to a boundary at the step of a checkpoint, which is loaded."""
         fit_loop = self._trainer.fit_loop
-        self._goes_on = True
+        self._is_resuming = True
         if self._loops is None:
             self._set_counters(found)
         for tracker in (fit_loop.epoch_progress.total, fit_loop.epoch_progress.current):
             tracker.ready = tracker.started = tracker.completed = tracker.processed
-        self._calm()
+        self._clear_restart_flags()
 
-    def load_of_lightning(self) -> None:
+    def load_lightning_positions(self) -> None:
         """Load positions of a file of Lightning's into loaders, which were made before it came."""
         fit_loop = self._trainer.fit_loop
         states = fit_loop._combined_loader_states_to_load
@@ -129,20 +129,20 @@ class TrainerState:
             fit_loop._combined_loader_states_to_load = []
             iter(fit_loop._data_fetcher)
 
-    def put_back_metrics(self) -> None:
+    def restore_metrics(self) -> None:
         """Set the metrics that schedulers and callbacks may look at before they are logged anew."""
         self._trainer._logger_connector._callback_metrics.update(self._metrics)
 
-    def epoch_begins(self) -> None:
+    def note_epoch_start(self) -> None:
         """Note that an epoch has begun; called before Lightning begins it."""
-        self.is_between = False
+        self.is_between_epochs = False
 
-    def go_on(self) -> None:
+    def set_progress(self) -> None:
         """Set progress within the epoch, which Lightning has reset, after a resume."""
-        self.is_between = False
-        if not self._goes_on:
+        self.is_between_epochs = False
+        if not self._is_resuming:
             return
-        self._goes_on = False
+        self._is_resuming = False
         fit_loop = self._trainer.fit_loop
         if self._loops is not None and self.is_within:
             fit_loop.epoch_loop.load_state_dict(self._loops, "epoch_loop.")
@@ -152,7 +152,7 @@ class TrainerState:
             self._follow_data()
         if self.is_within:
             self._check_window()
-        self._calm()
+        self._clear_restart_flags()
         # The iterator was made before the position was loaded; at an epoch's end, Lightning makes
         # one more, and the loader goes on with the next epoch.
         iter(fit_loop._data_fetcher)
@@ -160,7 +160,7 @@ class TrainerState:
     def _set_counters(self, found: Checkpoint) -> None:
         """Take the counters from a checkpoint of another trainer."""
         fit_loop = self._trainer.fit_loop
-        loader = position_of(self._trainer)
+        loader = find_own_loader(self._trainer)
         epoch = found.timestamp.epoch or 0
         if loader is not None:
             epoch = loader.epoch + loader.at_epoch_end
@@ -174,12 +174,12 @@ class TrainerState:
         epoch_loop._batches_that_stepped = found.step
 
     def _batches_taken(self) -> int:
-        loader = position_of(self._trainer)
+        loader = find_own_loader(self._trainer)
         return 0 if loader is None or loader.at_epoch_end else int(loader.batch)
 
     def _follow_data(self) -> None:
         """Set the epoch's number of batches by the data, as other ranks make other batches."""
-        loader = position_of(self._trainer)
+        loader = find_own_loader(self._trainer)
         if loader is None:
             return
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
@@ -202,7 +202,7 @@ class TrainerState:
                 "change them at the end of an epoch",
             )
 
-    def _calm(self) -> None:
+    def _clear_restart_flags(self) -> None:
         """Let the loops repeat nothing of the epoch: they stand at a boundary."""
         fit_loop = self._trainer.fit_loop
         epoch_loop = fit_loop.epoch_loop
@@ -232,7 +232,7 @@ def _without_gathering(strategy: Any, own: Mapping[str, Any]) -> Iterator[None]:
         del strategy.lightning_module_state_dict, strategy.optimizer_state
 
 
-def _is_of(value: Any, own: Mapping[str, Any]) -> bool:
+def _is_model_state(value: Any, own: Mapping[str, Any]) -> bool:
     """Whether a value is a mapping of the model's own tensors, under any names."""
     if value is own:
         return True
@@ -297,7 +297,7 @@ class CheckpointReader:
         else:
             type(self._connector).resume_start(self._connector, path, *arguments, **options)
 
-    def find_asked(self, path: str) -> None:
+    def note_named_checkpoint(self, path: str) -> None:
         """Note which checkpoint of ours a fit was given, if it is one."""
         if path and _is_ours(path):
             store, which, folder = open_address(path)
@@ -322,7 +322,7 @@ class CheckpointReader:
         return _build_content(module.state_dict(), stored, unread)
 
 
-def load_roots() -> None:
+def patch_loading() -> None:
     """Let `load_from_checkpoint` of modules and data modules take a root, or ROOT@WHICH."""
     original = saving.pl_load
 

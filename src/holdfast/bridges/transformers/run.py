@@ -1,9 +1,10 @@
-"""Mixin for transformers' Trainer, and its run, which resumes the state and saves it.
+"""Mixin that makes transformers' Trainer resume its whole state and save it after steps.
 
 The Trainer has no seam that replaces saving, and fixes its place in the epoch before its first
 callback. So it is given a folder with nothing but a step, takes its place from that, and gets the
 state itself from the checkpoint when its optimizer and scheduler exist. Saves come after the
-logs and evaluations of a step, so none of them is lost by a resume.
+logs and evaluations of a step, so none of them is lost by a resume. A new method of the mixin must
+not replace one of a Trainer by accident (tests/bridges/test_transformers.py).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 from holdfast.bridges.accelerate import agree_on_data, check_distributed_type
 from holdfast.bridges.parts import (
     BridgeValidations,
-    left_out,
-    only_leader,
-    reporting,
+    allow_other_trainers,
+    describe_ended_run,
+    make_leader_emitter,
+    note_other_framework,
+    run_on_leader,
     say_start,
-    stays_ended,
-    taking_over,
     warn_without_interval,
 )
 from holdfast.bridges.transformers.seams import (
@@ -42,13 +43,13 @@ from holdfast.bridges.transformers.seams import (
     Epochs,
     OtherInterval,
     beside_bar,
+    broadcast,
     check_names,
     check_place,
     check_windows,
     find_best_rule,
-    leaders,
+    leave_skipping_to_epochs,
     loader_of,
-    loaders_skip_by_themselves,
     measured_at,
     translate_arguments,
 )
@@ -72,7 +73,7 @@ else:
 _ONE_SIDED = ("scheduler", "scaler")
 
 
-class Elsewhere(Exception):
+class OtherStepResumed(Exception):
     """Raised in the Trainer's loop: the resume has used a checkpoint of another step."""
 
     def __init__(self, step: int) -> None:
@@ -93,7 +94,7 @@ class TransformersRun(TrainerCallback):
         stop: Stop | None,
     ) -> None:
         self.trainer, self.checkpoints = trainer, checkpoints
-        self.emit = reporting(checkpoints)
+        self.emit = make_leader_emitter(checkpoints)
         self.data = cast("Loader | Stream", data)
         self.has_own_data = data is not None
         self.manager: CheckpointManager | None = None
@@ -109,7 +110,7 @@ class TransformersRun(TrainerCallback):
         self._is_signaled = self._has_warned = False
         self.pending_loss: torch.Tensor | None = None
         self.carried_loss: float | None = None
-        self.own_begin = ""
+        self.initial_folder = ""
         """The folder of the Trainer's own that the run begins with."""
         self.best_path: str | None = None
         """The checkpoint whose weights the model has at the end, if it is the best."""
@@ -160,7 +161,7 @@ class TransformersRun(TrainerCallback):
 
     # What the mixin calls
 
-    def choose(self, given: str | int | bool | None, step: int | None) -> str | None:
+    def choose_checkpoint(self, given: str | int | bool | None, step: int | None) -> str | None:
         """Note which checkpoint to resume; return a folder of the Trainer's own to begin with."""
         root, self._which = self.checkpoints.root, "latest"
         if step is not None and given is False:
@@ -187,7 +188,7 @@ class TransformersRun(TrainerCallback):
         self._which = folder or "latest"
         return None
 
-    def stand_at(self, step: int | None, folder: str | None) -> None:
+    def set_start_step(self, step: int | None, folder: str | None) -> None:
         """Write the step that the Trainer's loop is to begin at into a folder for it."""
         self._folder = None if step is None else Path(str(folder))
         if self._folder is not None:
@@ -213,7 +214,7 @@ class TransformersRun(TrainerCallback):
         self.manager = CheckpointManager(
             self.checkpoints,
             state,
-            hooks=taking_over(StateHooks(one_sided=_ONE_SIDED.__contains__)),
+            hooks=allow_other_trainers(StateHooks(one_sided=_ONE_SIDED.__contains__)),
             stop=self.stop,
             max_duration=f"{self.trainer.state.max_steps}step",
             config=self.trainer.args.to_dict(),
@@ -229,13 +230,13 @@ class TransformersRun(TrainerCallback):
         self.was_done = found is not None and (self.has_stopped or self.is_done())
         step = 0 if found is None else found.step
         if (found is not None or self._folder is not None) and step != begins_at:
-            raise Elsewhere(step)
+            raise OtherStepResumed(step)
         validates = str(getattr(self.trainer.args.eval_strategy, "value", "no")) != "no"
         self._validations = BridgeValidations(
-            self.checkpoints, self.manager, leaders, resumed=found, to_come=validates
+            self.checkpoints, self.manager, broadcast, resumed=found, validates=validates
         )
         say_start(
-            self.checkpoints, self.manager, found, begun_with=self.own_begin, write=beside_bar
+            self.checkpoints, self.manager, found, begun_with=self.initial_folder, write=beside_bar
         )
         if found is None:
             return
@@ -245,7 +246,7 @@ class TransformersRun(TrainerCallback):
             )
         self.trainer.args.eval_on_start = False  # it was evaluated when the run began
         if self.has_stopped and not self.is_done():
-            self.emit("warning", stays_ended(step, f"train(resume_from_checkpoint={step})"))
+            self.emit("warning", describe_ended_run(step, f"train(resume_from_checkpoint={step})"))
         counters.restore_counters(found)
         check_place(self.data, found, self.trainer.args)
         self.epochs.keep_generators()
@@ -295,7 +296,7 @@ class TransformersRun(TrainerCallback):
         except NoCheckpoint as error:
             self.emit("warning", f"load_best_model_at_end: the last weights stay: {error}")
 
-    def step_ended(self, *, is_last: bool) -> None:
+    def save_after_step(self, *, is_last: bool) -> None:
         """Save, unless the logs and evaluations of the epoch's end come next."""
         if self._event == "epoch" or not (is_last or self.data.at_epoch_end):
             self._save()
@@ -327,7 +328,7 @@ class TransformersRun(TrainerCallback):
         if manager is not None:
             manager.__exit__(*error)
 
-    def forget(self) -> None:
+    def clear_start_step(self) -> None:
         """Let the Trainer load its own folders again."""
         self._folder = None
 
@@ -407,12 +408,12 @@ class TransformersCounters:
 
     def check_state_dict(self, state: Mapping[str, Any]) -> list[str]:
         """Return notes on what cannot be taken over."""
-        note = left_out(state, FRAMEWORK)
+        note = note_other_framework(state, FRAMEWORK)
         return [] if note is None else [note]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keep a stored state until `restore_counters`."""
-        note = left_out(state, FRAMEWORK)
+        note = note_other_framework(state, FRAMEWORK)
         if note is not None:
             self._run.emit("warning", note)
         self.loaded = state if note is None else None
@@ -539,7 +540,7 @@ class CheckpointedMixin(_Trainer):
         given = Checkpoints.of(self.args.output_dir if checkpoints is None else checkpoints, {})
         if given.root is None:
             raise UsageError("checkpoints: the root is None; give a path to save in")
-        self.checkpoints = translate_arguments(self.args, given, reporting(given))
+        self.checkpoints = translate_arguments(self.args, given, make_leader_emitter(given))
         if given.every is not None:
             OtherInterval.insert_into(self.callback_handler.callbacks)
         self._holdfast = TransformersRun(self, self.checkpoints, data, stop)
@@ -578,27 +579,27 @@ class CheckpointedMixin(_Trainer):
         if trial is not None:
             raise UsageError("trial: each trial of a search needs a root and a Trainer of its own")
         look = partial(newest_step, self.checkpoints)
-        step = leaders(only_leader(leaders, "looking for checkpoints", look))
-        own = self._holdfast.choose(resume_from_checkpoint, step)
+        step = broadcast(run_on_leader(broadcast, "looking for checkpoints", look))
+        own = self._holdfast.choose_checkpoint(resume_from_checkpoint, step)
         with self._holdfast.given_stop or Stop() as stop:
             self._holdfast.stop = stop
             while True:
                 try:
                     return self._holdfast_train(step, own, *args, **kwargs)
-                except Elsewhere as found:
+                except OtherStepResumed as found:
                     step = found.step
 
     def _holdfast_train(self, step: int | None, own: str | None, *args: Any, **kwargs: Any) -> Any:
         with contextlib.ExitStack() as closing:
-            folder, self._holdfast.own_begin = own, own or ""
+            folder, self._holdfast.initial_folder = own, own or ""
             if step is not None:
                 folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="holdfast-"))
-            self._holdfast.stand_at(step, folder)
-            closing.callback(self._holdfast.forget)
+            self._holdfast.set_start_step(step, folder)
+            closing.callback(self._holdfast.clear_start_step)
             for name in ("eval_on_start", "ignore_data_skip"):
                 closing.callback(setattr, self.args, name, getattr(self.args, name))
             self.args.ignore_data_skip = False  # nothing is read to skip it
-            closing.enter_context(loaders_skip_by_themselves())
+            closing.enter_context(leave_skipping_to_epochs())
             closing.push(self._holdfast.close)
             output = super().train(folder, None, *args, **kwargs)
             self.state.best_model_checkpoint = self._holdfast.best_path
@@ -663,7 +664,7 @@ class CheckpointedMixin(_Trainer):
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         control = self.control
         is_last = control.should_training_stop or control.should_epoch_stop
-        self._holdfast.step_ended(is_last=is_last)
+        self._holdfast.save_after_step(is_last=is_last)
 
 
 class CheckpointedTrainer(CheckpointedMixin, transformers.Trainer):

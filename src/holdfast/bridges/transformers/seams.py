@@ -1,6 +1,7 @@
-"""TrainingArguments about checkpoints, private names of transformers that are used, and its epochs.
+"""TrainingArguments as options of ours, transformers' private names, and epochs for its Trainer.
 
-Arguments about checkpoints are translated to options of `Checkpoints`, or refused.
+Arguments about checkpoints are translated to options of `Checkpoints`, or refused. Private names
+that are used must be in the lists that tests/bridges/test_seams.py reads.
 """
 
 from __future__ import annotations
@@ -227,7 +228,7 @@ def measured_at(step: int, log_history: Sequence[Mapping[str, Any]]) -> dict[str
     return {name: value for name, value in found.items() if is_measure(name)}
 
 
-def leaders(value: Any) -> Any:
+def broadcast(value: Any) -> Any:
     """Return what the first rank has given, on all ranks."""
     return broadcast_object_list([value])[0]
 
@@ -300,7 +301,7 @@ class Epochs:
 
 
 @contextlib.contextmanager
-def loaders_skip_by_themselves() -> Iterator[None]:
+def leave_skipping_to_epochs() -> Iterator[None]:
     """Let the Trainer leave it to `Epochs` to skip batches, without reading them."""
     before = getattr(theirs, SKIP)
 

@@ -1,7 +1,7 @@
-"""Virtual time of a simulated cluster, its faults, and what its ranks see of each other.
+"""Virtual clock, messages, store and faults of a simulated cluster.
 
-One thread runs at a time. A thread that waits gives its turn to the earliest event. So a run takes
-no longer than its computations, and the same seed gives the same order of events.
+One thread runs at a time. A thread that waits gives its turn to the earliest event. One seed always
+gives one order of events, so use no other time or randomness (tests/testing/test_cluster.py).
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class _Run:
         ]
         self._result.seconds = self._clock.now_s
         self._check_registers()
-        self._check_told()
+        self._check_outcomes()
         self._check_resumes()
         return self._result
 
@@ -277,7 +277,7 @@ class _Run:
         if num_tensors != wanted:
             self._report(f"{folder} has {num_tensors} boxes in its files, not {wanted}")
 
-    def _check_told(self) -> None:
+    def _check_outcomes(self) -> None:
         """Check that all ranks know the same and right outcome of each save."""
         by_save: dict[tuple[int, int], list[RankOutcome]] = {}
         for told in self._result.outcomes:

@@ -1,4 +1,7 @@
-"""Registry of a training's callbacks, which checks them and calls their hooks in order."""
+"""Registry of a training's callbacks, which checks them and calls their hooks in order.
+
+Checkpoints contain the names of `_name_callbacks` (tests/train/callbacks/test_callbacks.py).
+"""
 
 from __future__ import annotations
 
@@ -121,7 +124,7 @@ class Callbacks:
         """Whether any callback overrides this hook."""
         return bool(self._by_hook[hook.__name__])
 
-    def are_told(self, *hooks: str) -> bool:
+    def overrides(self, *hooks: str) -> bool:
         """Whether any callback that is not a logger overrides one of these hooks."""
         listeners = (callback for hook in hooks for callback in self._by_hook[hook])
         return any(not isinstance(callback, Logger) for callback in listeners)
@@ -148,7 +151,7 @@ class Callbacks:
             value = value if replaced is None else replaced
         return value
 
-    def tell_chosen(
+    def call_hook_of(
         self,
         to: Collection[str] | None,
         hook: Callable[Concatenate[Any, Training, P], None],
@@ -207,7 +210,7 @@ class Callbacks:
             kind,
         )
 
-    def tell_exception(self, error: BaseException) -> None:
+    def call_exception_hooks(self, error: BaseException) -> None:
         """Call the `exception` hook of all callbacks; errors that it raises are only logged."""
         for callback in self._by_hook["exception"]:
             try:

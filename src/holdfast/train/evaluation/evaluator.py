@@ -152,8 +152,8 @@ class Evaluator:
         with ExitStack() as stack:
             if which is not None:
                 targets = self._find_one(which)
-                stack.enter_context(kept_all(targets))
-                stack.enter_context(borrowed(parts.weights))
+                stack.enter_context(hold_leases(targets))
+                stack.enter_context(restoring_weights(parts.weights))
                 targets[0].load_modules(parts.weights, parts.make_edit(Callback.edit_load))
             parts.share_buffers()
             chosen = self._choose_model(use_ema=use_ema)
@@ -172,7 +172,7 @@ class Evaluator:
         targets = self._find_all(found.folder)
         stored = targets[0].entry.manifest.components
         weights = {name: module for name, module in parts.weights.items() if name in stored}
-        with kept_all(targets):
+        with hold_leases(targets):
             best = targets[0].load_modules(weights, parts.make_edit(Callback.edit_load))
         note = (
             f"{' and '.join(weights)}: loaded from the best checkpoint, {best.folder}; the run "
@@ -234,7 +234,7 @@ class Evaluator:
     ) -> tuple[Validated, ...]:
         weights = self._parts.weights
         found = []
-        with kept_all(targets), borrowed(weights):
+        with hold_leases(targets), restoring_weights(weights):
             for target in targets:
                 edit = self._parts.make_edit(Callback.edit_load)
                 checkpoint = target.load_modules(weights, edit)
@@ -322,7 +322,7 @@ def select(
 
 
 @contextmanager
-def kept_all(targets: Iterable[Target]) -> Iterator[None]:
+def hold_leases(targets: Iterable[Target]) -> Iterator[None]:
     """Hold leases on all checkpoints during the block, so that none is deleted."""
     with ExitStack() as leases:
         for target in targets:
@@ -331,7 +331,7 @@ def kept_all(targets: Iterable[Target]) -> Iterator[None]:
 
 
 @contextmanager
-def borrowed(weights: Mapping[str, nn.Module]) -> Iterator[None]:
+def restoring_weights(weights: Mapping[str, nn.Module]) -> Iterator[None]:
     """Restore the weights of the modules after the block, from a copy in host memory."""
     before = {name: _copy_state(module) for name, module in weights.items()}
     try:

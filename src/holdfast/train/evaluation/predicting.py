@@ -1,7 +1,7 @@
 """Predictions for all samples of a loader, written by parts into a folder.
 
 The folder has safetensors files, each with the outputs of some batches in the order of the samples,
-and `predictions.json`, which is written last and lists them.
+and `predictions.json`, which is written last and lists them: a folder without it is incomplete.
 """
 
 from __future__ import annotations

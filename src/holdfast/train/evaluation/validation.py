@@ -340,7 +340,7 @@ class TrainerValidations:
         """Return the names of the parts that `due` would return, without counting them as done."""
         return [self.parts[at].name for at in self._due_indices(before, now, is_last)]
 
-    def made_up(self, names: Sequence[str], step: int) -> list[ValidationPart]:
+    def count_named_parts(self, names: Sequence[str], step: int) -> list[ValidationPart]:
         """Return the parts with these names, and count them as done at `step`."""
         missed = [at for at, part in enumerate(self.parts) if part.name in names]
         self._done.update(dict.fromkeys(missed, step))

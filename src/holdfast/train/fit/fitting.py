@@ -1,6 +1,7 @@
 """A call of `fit`: resume, steps, validations, logs and saves, in order (docs/trainer.md).
 
-`loop` does a step, `saving` decides when to save, `ending` when to end.
+`Update` trains a step, `StepSaver` saves, `FitEnding` decides when to end. Hooks rely on the order
+of calls (tests/train/callbacks/test_hooks.py), and so do exact resumes (tests/train/test_stop.py).
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class Fit:
             self._train(saver, found)
         except (Exception, KeyboardInterrupt, SystemExit) as error:
             if self._undo.allows_save and not isinstance(error, OwnershipError):
-                self._save_after(error, saver)
+                self._save_after_error(error, saver)
             raise
         finally:
             self._batches.drop_iteration()
@@ -262,7 +263,7 @@ class Fit:
         for step_metrics in self._steps():
             is_over = self._ending.is_here()
             metrics = self._finish_step(step_metrics, self._before, is_over)
-            self._meet(saver)
+            self._agree_with_ranks(saver)
             if not is_over:
                 saver.handle_events(self._events(), metrics)
         if not is_over:
@@ -317,19 +318,19 @@ class Fit:
                     self._evaluator.watched.saw(known, has_epoch=bool(of_epoch or pictures))
                     self._parts.schedules.advance(self._counters, known)
                     self._follow_swa()
-                    self._note_due(self._now)
+                    self._note_due_validations(self._now)
                     self._status.leave_step()
                     # Unless training is over, a resume from the step before runs this hook again.
                     self._status.is_under_way = not self._ending.is_here()
                     self._log_late_epoch(of_epoch, pictures)
                     tell(Callback.epoch_end)
                 goes_on = not self._ending.is_here() and self._counters.epoch == epoch
-        if not self._status.is_between:
+        if not self._status.is_between_steps:
             self._undo.undo_step()  # training ended after a step had begun
         self._status.leave_step()
 
     def _enter_step(self) -> None:
-        if self._status.is_between:
+        if self._status.is_between_steps:
             self._undo.take_snapshot()
             self._status.enter_step()
 
@@ -342,14 +343,14 @@ class Fit:
             logger.warning("step %d trains in eval mode: call training.model.train() first", step)
         is_skipped = any(step in steps for steps in self._parts.skip_steps)
         fills_in = len(self._batches.own) < len(window)
-        metrics = update.leave_out() if is_skipped else update(window, fills_in=fills_in)
+        metrics = update.skip_step() if is_skipped else update(window, fills_in=fills_in)
         has_epoch = False
         if self._parts.ema is not None:
             self._parts.ema.update_average(self._parts.model)
         self._counters.add_step(len(window), *self._count_samples())
         # A save after the epoch's last step must record that the epoch is over.
         is_cut = len(window) < self._parts.accumulate
-        is_over = is_cut or self._batches.are_over(self._counters.batch)
+        is_over = is_cut or self._batches.is_epoch_over(self._counters.batch)
         if is_over:
             self._counters.end_epoch()
             of_epoch, self._pictures = update.end_epoch()
@@ -361,7 +362,7 @@ class Fit:
         self._parts.schedules.advance(self._counters, metrics)
         self._before, self._now = self._now, self._counters.timestamp
         self._follow_swa()
-        self._note_due(self._before)
+        self._note_due_validations(self._before)
         self._status.leave_step()
         tell(Callback.step_end, metrics)
         if is_over:
@@ -373,7 +374,7 @@ class Fit:
             before, self._followed = self._followed, self._counters.timestamp
             self._parts.swa.add_if_due(self._parts.model, before, self._followed, self._ending.goal)
 
-    def _note_due(self, before: Timestamp) -> None:
+    def _note_due_validations(self, before: Timestamp) -> None:
         """Count the validations due since `before`, for saves: hooks may save or fail first."""
         if not self._evaluator.validations:
             self._counters.unvalidated, self._counters.only_at_goal = [], []
@@ -401,12 +402,12 @@ class Fit:
         total = self._group.sum([count or 0 for count in own])
         return [None if count is None else of_all for count, of_all in zip(own, total, strict=True)]
 
-    def _meet(self, saver: StepSaver) -> None:
+    def _agree_with_ranks(self, saver: StepSaver) -> None:
         """Agree with the other ranks on the end and on failed saves, at steps that log anyway."""
         now, before = self._now, self._before
         is_logged = now.step % self._parts.log_every == 0 or self._validated_step == now.step
         if not self._group.is_alone and (is_logged or now.epoch != before.epoch):
-            saver.agree_on_ended_saves(self._ending.meet(saver.num_ended))
+            saver.agree_on_ended_saves(self._ending.agree_on_end(saver.num_ended))
 
     def _finish_step(self, metrics: LazyMetrics, before: Timestamp, is_over: bool) -> LazyMetrics:
         """Run the validations and logs due at this step; returns all its metrics."""
@@ -446,7 +447,7 @@ class Fit:
         except Interrupted as error:
             self._interruption = error
             return metrics
-        self._parts.schedules.validated(
+        self._parts.schedules.advance_after_validation(
             [part.name for part in parts if part.name not in self._counters.only_at_goal],
             metrics.joined(found),
             self._evaluator.validations.owner_of,
@@ -460,7 +461,7 @@ class Fit:
     def _validate_late(self, saver: StepSaver, found: Checkpoint) -> Metrics:
         """Do the validation that an end prevented at this step, and save its metrics, too."""
         step = self._counters.step
-        parts = self._evaluator.validations.made_up(self._counters.unvalidated, step)
+        parts = self._evaluator.validations.count_named_parts(self._counters.unvalidated, step)
         numbers = self._counters.step_numbers
         self._parts.callbacks.pass_step_numbers(numbers)
         of_step = LazyMetrics(numbers.get("", {})).joined(found.metrics)
@@ -472,13 +473,13 @@ class Fit:
         self._tell(Callback.log, metrics)
         if not self._ending.is_here():
             save_class: SaveClass = "permanent" if found.save_class == "permanent" else "ephemeral"
-            saver.again(Due(save_class, found.reason), metrics)
+            saver.save_again(Due(save_class, found.reason), metrics)
         return metrics
 
-    def _save_after(self, error: BaseException, saver: StepSaver) -> None:
+    def _save_after_error(self, error: BaseException, saver: StepSaver) -> None:
         """Save the state of the last step boundary after an error, which is raised anyway."""
         try:
-            lost = "" if self._status.is_between else self._undo_step()
+            lost = "" if self._status.is_between_steps else self._undo_step()
             if lost:
                 logger.error(
                     "step %d failed %s, so nothing of it can be saved; the newest checkpoint is %s",

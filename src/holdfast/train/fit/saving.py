@@ -1,6 +1,7 @@
 """Saves of the Trainer: when one may begin, health checks of the state, and retries.
 
-`FitStatus` says when one may begin; failures are those of invariant 8 in docs/design.md.
+`FitStatus` says when one may begin; failures are those of invariant 8 in docs/design.md. All ranks
+must begin and retry a save at the same step (tests/train/parallel/test_ranks.py).
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ class StepSaver:
         self.handle_events([*events, "signal"], metrics)
         self.finish_saves(metrics)
 
-    def again(self, due: Due, metrics: Metrics) -> None:
+    def save_again(self, due: Due, metrics: Metrics) -> None:
         """Save the current step again, with metrics that were not known before."""
         self._save_if_due([], metrics, due)
         self._report_ended()
@@ -250,7 +251,7 @@ class UnhealthyState(HoldfastError):
 
 
 def prepare_save(parts: TrainerParts, now: Timestamp, metrics: Metrics) -> tuple[str, ...]:
-    """Check loss and weights, and call `before_save`; returns what is not finite."""
+    """Check loss and weights of all ranks, and call `before_save`; returns what is not finite."""
     status, group = parts.status, parts.group
     status.check_save_step(now.step)
     ending = status.ending

@@ -1,4 +1,4 @@
-"""Finder of a learning rate: it trains some steps, and undoes all of it."""
+"""Learning-rate finder: trains some steps with growing rates, and restores the whole state."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def find_learning_rate(
 @contextmanager
 def _trial_update(parts: TrainerParts) -> Iterator[Update]:
     """Train in the block without callbacks and schedulers; restores the whole state after it."""
-    kept, group = _Kept(parts.state, parts.data), parts.group
+    kept, group = _StateCopy(parts.state, parts.data), parts.group
     with kept_modes(*modules_of(parts.state)):
         parts.model.train()
         try:
@@ -96,7 +96,7 @@ def _trial_update(parts: TrainerParts) -> Iterator[Update]:
                 nan=None,
             )
         finally:
-            kept.restore_weights()
+            kept.restore_state()
 
 
 def _windows(parts: TrainerParts) -> Iterator[list[Any]]:
@@ -122,13 +122,13 @@ def _steepest(rates: list[float], losses: list[float]) -> float | None:
     return min(falling)[1] if falling else None
 
 
-class _Kept:
+class _StateCopy:
     """Copy of a whole state that can be put back bit for bit: also of weights and optimizers."""
 
     @torch.no_grad()
     def __init__(self, state: Mapping[str, Any], data: Any) -> None:
         modules = modules_of(state)
-        self._rest = Boundary(data=data, components=_others(state), modules=modules)
+        self._rest = Boundary(data=data, components=_changed_by_steps(state), modules=modules)
         self._weights = [
             (item, local(item.detach()).clone())
             for module in modules
@@ -148,7 +148,7 @@ class _Kept:
         ]
 
     @torch.no_grad()
-    def restore_weights(self) -> None:
+    def restore_state(self) -> None:
         """Restore the state."""
         for item, kept in self._weights:
             local(item.detach()).copy_(kept)
@@ -165,7 +165,7 @@ class _Kept:
         self._rest.restore_snapshot()
 
 
-def _others(state: Mapping[str, Any]) -> dict[str, Any]:
+def _changed_by_steps(state: Mapping[str, Any]) -> dict[str, Any]:
     # Counters and callbacks are not touched by steps on trial; to load them would be a trace.
     return {
         name: value for name, value in small(state).items() if name in ("scaler", "micro_batch")

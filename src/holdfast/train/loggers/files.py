@@ -98,7 +98,7 @@ class JsonLines(EntryLogger):
         if self._file is None:
             return
         rates = self.step_numbers if "loss" in metrics else {}
-        found = beyond_rates(metrics, self.step_numbers)
+        found = without_rates(metrics, self.step_numbers)
         if found or not metrics:
             self._write_metrics(training.present_step, training.counters.timestamp, found, rates)
 
@@ -216,7 +216,7 @@ def drop_tests(path: Path, step: int, metrics: Metrics) -> int:
     return _drop_lines(path, stays)
 
 
-def beyond_rates(metrics: Metrics, rates: Mapping[str, Any]) -> dict[str, float]:
+def without_rates(metrics: Metrics, rates: Mapping[str, Any]) -> dict[str, float]:
     """Leave out what `LearningRates` logs, which the line of the step's loss has already."""
     if "loss" in metrics:
         return dict(metrics)
@@ -311,7 +311,7 @@ class Csv(Logger):
         """Add metrics to the row of the step; no-op outside of `fit`."""
         if self._file is None:
             return
-        found = beyond_rates(metrics, self.step_numbers)
+        found = without_rates(metrics, self.step_numbers)
         if "loss" in metrics:
             rates = read_numbers(self.step_numbers)
             found |= {f"lr/{name}": rate for name, rate in rates.items()}

@@ -1,7 +1,7 @@
 """Batches of steps: of consecutive epochs, and shorter runs for trials.
 
 A checkpoint after an epoch's last step must record that the epoch is over, so its end must be
-detected as soon as its last batch was taken.
+detected as soon as its last batch was taken (tests/train/test_epochs.py).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Batches:
                 READ_AHEAD,
             )
 
-    def are_over(self, num_taken: int) -> bool:
+    def is_epoch_over(self, num_taken: int) -> bool:
         """Whether the last batch of the epoch was taken.
 
         Judged by `at_epoch_end` of the data, or else by its length and the `num_taken` batches that

@@ -142,7 +142,7 @@ class Update:
         """The loss function as validations call it."""
         return self.loss
 
-    def leave_out(self) -> LazyMetrics:
+    def skip_step(self) -> LazyMetrics:
         """Skip the training of a step: only schedulers step; returns no metrics."""
         self.begin_update()
         self._step_schedulers(may_be_early=True)

@@ -47,8 +47,8 @@ class StepUndo:
         """Whether the state can be saved after an error, once `undo_step` was called."""
         self._stop = stop
         self.use_data(data)
-        self._has_hooks = callbacks.are_told("epoch_start", "before_data")
-        self._has_validation_hooks = stop is not None and callbacks.are_told("validation_start")
+        self._has_hooks = callbacks.overrides("epoch_start", "before_data")
+        self._has_validation_hooks = stop is not None and callbacks.overrides("validation_start")
         self._small = small(state, "data")
         self._state = state
         self._modules = modules_of(state)
