@@ -76,7 +76,7 @@ def _(user: User) -> None:
     manager.resume()
 
 
-@case("a `Stop` that was never entered", names="with", state=3)
+@case("a `Stop` outside of a `with` statement", names="with", state=3)
 def _(user: User) -> None:
     user.resumed(every="1step", stop=holdfast.Stop()).maybe_save(4)
 
@@ -123,7 +123,7 @@ def _(user: User):
         user.goes_on(takeover=True)
 
 
-@case("`CheckpointManager(…)` in a script whose owner was taken over", names="took the run over")
+@case("`save` in a script whose run another script took over", names="took the run over")
 def _(user: User) -> None:
     manager = user.resumed()
     user.train()

@@ -92,7 +92,7 @@ def _(user: User) -> None:
         manager.resume()
 
 
-@case('`every=On("exception")` in a loop of one\'s own that raises', names='On("exception")')
+@case('`every=On("exception")` in your own loop, which raises', names='On("exception")')
 def _(user: User) -> None:
     try:
         with user.manager(user.new, every=holdfast.On("exception")) as manager:

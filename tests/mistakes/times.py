@@ -80,7 +80,7 @@ def _(user: User) -> None:
     user.goes_on(keep=holdfast.EveryNth("1ep"))
 
 
-@case("`maybe_save` and no `every`", names="every", state=3)
+@case("`maybe_save` without `every`", names="every", state=3)
 def _(user: User) -> None:
     user.resumed().maybe_save(4)
 

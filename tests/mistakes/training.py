@@ -162,7 +162,7 @@ fails(
 )
 
 
-@case("`fit` asks for less than is done", names="already", state=None)
+@case("`fit` asks for fewer steps than are done", names="already", state=None)
 def _(user: User) -> None:
     user.trainer().fit("3step")
     user.trainer().fit("2step")
