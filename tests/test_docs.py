@@ -141,10 +141,10 @@ PUBLIC = {
 def modules_imported(path: Path) -> set[str]:
     """Modules of the package that the Python of a page or of an example imports.
 
-    Blocks with the name of a file of `src/` are changes of the package, and may import any.
+    Blocks with the name of a file of `src/` or `tests/` are changes, and may import any.
     """
     text = path.read_text("utf-8")
-    code = re.findall(r"```python(?! title=\"src/)[^\n]*\n(.*?)```", text, re.DOTALL)
+    code = re.findall(r"```python(?! title=\"(?:src|tests)/)[^\n]*\n(.*?)```", text, re.DOTALL)
     lines = text if path.suffix == ".py" else "\n".join(code)
     return set(
         re.findall(r"^(?:>>> |\.\.\. )?\s*(?:from|import) (holdfast[\w.]*)", lines, re.MULTILINE)

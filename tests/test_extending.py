@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "extending.md").read_text("utf-8")
 *CLASSES, TOGETHER = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 MODULE = "\n".join(CLASSES)
+TESTS = dict(re.findall(r'```python title="(tests/[^"]+)"\n(.*?)```', PAGE, re.DOTALL))
 CHANGES = re.findall(r'```(python|diff) title="(src/[^"]+)"\n(.*?)```', PAGE, re.DOTALL)
 """(kind, file, text) of each change of the package."""
 
@@ -75,7 +76,7 @@ def test_all_of_it_works_in_one_training(
     entries = Catalog(LocalStore(tmp_path / "runs" / "extended")).checkpoints()
     assert [entry.step for entry in entries] == [200, 100, 50, 25]
     lines = (tmp_path / "runs" / "numbers.csv").read_text().splitlines()
-    assert sum(",val/loss," in line for line in lines) == 8
+    assert sum(line.endswith(",val/loss") for line in lines) == 8
 
 
 def test_the_trigger_fires_at_each_doubling_also_after_a_jump(page: dict[str, Any]) -> None:
@@ -145,7 +146,7 @@ def test_the_logger_drops_what_will_be_done_again(
     exec(TOGETHER.replace('fit("200step")', 'fit("20step")'), names)
     path = tmp_path / "runs" / "numbers.csv"
     before = path.read_text()
-    path.write_text(before + "30,loss,1.0\n40,loss,1.0\n")
+    path.write_text(before + "30,1.0,loss\n40,1.0,loss\n4")
     exec(TOGETHER.replace('fit("200step")', 'fit("40step")'), {**page, **task()})
     steps = [int(line.split(",")[0]) for line in path.read_text().splitlines()]
     assert path.read_text().startswith(before)
@@ -207,6 +208,7 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hooks = "from holdfast.train.callbacks.hooks import Logger\n"
     added = [
         ("python", "src/holdfast/policy/triggers.py", in_the_package("Doubling")),
+        ("python", "src/holdfast/policy/rules.py", in_the_package("Records")),
         (
             "python",
             "src/holdfast/train/loggers/numbers.py",
@@ -250,12 +252,16 @@ def is_new_in(name: str, named: set[str]) -> bool:
 
 USES = {
     "trigger": """
-import holdfast
-from holdfast import AtEnd, CheckpointManager, Doubling, MemoryStore
+from holdfast import AtEnd, CheckpointManager, MemoryStore
+from holdfast.policy.triggers import Doubling
 trigger = Doubling("2step") | AtEnd()
 with CheckpointManager(MemoryStore(), {"model": {}}, every=trigger, sinks=()) as manager:
     saves = [manager.maybe_save(step) for step in range(1, 20)]
-print([save.step for save in saves if save], "Doubling" in holdfast.__all__)
+print([save.step for save in saves if save])
+""",
+    "rule": """
+from holdfast.policy.rules import Records, parse_rule
+print(parse_rule("last:3, records:loss"), parse_rule("records:loss") == Records("loss"))
 """,
     "logger": """
 import torch
@@ -308,14 +314,17 @@ def used(changed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
 
 
 @pytest.mark.full
-def test_a_trigger_in_the_package_is_a_public_name(used: tuple[Path, dict[str, str]]) -> None:
-    assert used[1]["trigger"].split("\n")[0] == "[2, 4, 8, 16] True"
+def test_a_trigger_and_a_rule_are_classes_in_the_package(
+    used: tuple[Path, dict[str, str]],
+) -> None:
+    assert used[1]["trigger"].split("\n")[0] == "[2, 4, 8, 16]"
+    assert used[1]["rule"].split("\n")[0] == "last 3 | records of loss True"
 
 
 @pytest.mark.full
 def test_a_logger_in_the_package_is_a_public_name(used: tuple[Path, dict[str, str]]) -> None:
     lines = (used[0] / "numbers.csv").read_text().splitlines()
-    assert any(line.startswith("20,loss,") for line in lines)
+    assert any(re.fullmatch("20,.*,loss", line) for line in lines)
 
 
 @pytest.mark.full
@@ -364,10 +373,27 @@ for name in ("short.npy", "header.npy"):
     except FormatError as error:
         print(error)
 """
-    loaded, short, header = run_changed(changed, tmp_path, "-c", code).stdout.splitlines()
+    (tmp_path / "claims.py").write_text(TESTS["tests/interop/sources/test_npyfile.py"])
+    code += f"""
+import sys, tempfile
+from pathlib import Path
+sys.path += [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import claims
+from holdfast.interop.opening import open_source
+claims.test_the_array_is_as_numpy_wrote_it(Path(tempfile.mkdtemp(dir=".")))
+for data in claims.malformed():
+    Path("bad.npy").write_bytes(data)
+    try:
+        open_source("bad.npy")
+    except FormatError as error:
+        print(error)
+"""
+    loaded, short, header, *bad = run_changed(changed, tmp_path, "-c", code).stdout.splitlines()
     assert loaded == "[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]"
     assert "expected 24 bytes" in short
     assert "no header" in header
+    said = ("expected 12 bytes", "no header", "not a size", "at most 128 sizes")
+    assert [text for text, line in zip(said, bad, strict=True) if text not in line] == []
 
 
 def test_every_path_on_the_page_exists() -> None:

@@ -6,6 +6,7 @@ import json
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ from tests.interop.sources.reads import safetensors_bytes
 from tests.interop.sources.test_mindspore import entry, message, varint
 
 BIG = 2**63 - 1
+SOURCES = Path(__file__).parents[1] / "sources"
+READERS = {
+    path.stem: import_module(f"tests.interop.sources.{path.stem}")
+    for path in sorted(SOURCES.glob("test_*.py"))
+    if "\ndef malformed(" in path.read_text("utf-8")
+}
+"""Tests of readers with malformed files of their own."""
 
 
 def cases(outside: Path) -> Iterator[Case]:
@@ -32,6 +40,9 @@ def cases(outside: Path) -> Iterator[Case]:
     whole = (Path(__file__).parents[2] / "golden/peers/cerebras/lz4.mdl").read_bytes()
     for length in (8, 9, 48, 96, 500, 2048, 5000, 12_000, len(whole) - 1):
         yield _case(f"hdf5: cut at {length}", "cut.mdl", whole[:length])
+    for reader, module in READERS.items():
+        for number, data in enumerate(module.malformed()):
+            yield _case(f"{reader}: {number}", f"{reader}-{number}.bin", data)
 
 
 def _case(name: str, file: str, data: bytes) -> Case:
