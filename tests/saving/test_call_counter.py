@@ -375,7 +375,8 @@ def test_saves_that_fail_leave_nothing_in_the_store_of_the_group(
         return sizes
 
     sizes, *_ = all_of(on_ranks(meet(lambda: group, 3), work))
-    assert max(sizes[30:]) <= max(sizes[10:20]) + 5, sizes
+    # Heartbeats and late rounds add some for a while; a leak adds to each of the last ten.
+    assert min(sizes[30:]) <= max(sizes[10:20]), sizes
 
 
 def test_metrics_and_settings_that_differ_by_rank_are_warned_of_once_with_their_values() -> None:
