@@ -1,7 +1,7 @@
 """Parts that the answers of several commands share: structs, and texts for people.
 
 The answer of a command is a struct. `--json` prints it, `holdfast schema` its fields, and the text
-for people is made from it.
+for people is made from it. Programs read the fields: add some, but rename none.
 """
 
 from __future__ import annotations

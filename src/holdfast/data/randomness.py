@@ -1,6 +1,6 @@
 """Random numbers of the data: seeds, states of the global generators, and orders that are computed.
 
-Stored positions mean these numbers: tests/data (test_loader.py, test_samplers.py) has golden ones.
+Stored positions depend on these numbers; tests/data (test_loader.py, test_samplers.py) pins them.
 Has no state of its own. Handles the CPU generators only: numbers that a fetch draws from an
 accelerator's generator are drawn in the order of the loop, and a checkpoint saves that generator.
 """

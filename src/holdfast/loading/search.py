@@ -4,7 +4,7 @@ Its tensors are read into fresh memory; or only while they are applied, if the l
 if memory is bounded, and then all of them are read and checked once before.
 
 `resume` walks back along the lineage, skips damaged candidates and records why; a checkpoint that
-was named explicitly is used, or its damage is raised.
+was named explicitly is used, or its damage is raised. tests/crash/test_damage.py flips bits.
 """
 
 from __future__ import annotations

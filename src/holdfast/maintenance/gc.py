@@ -2,6 +2,7 @@
 
 An attempt is the folder of one save. Before gc removes an uncommitted one, it puts an abort
 marker under its manifest's key, so that a paused writer cannot commit it (docs/design.md, rule 1).
+tests/protocol runs gc beside writers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Deletion of what the retention rule does not keep, one checkpoint at a time, oldest first.
 
 Whole checkpoints are deleted first, then components of some that stay. A dry run calls
-`plan_retention` only.
+`plan_retention` only. The steps of one deletion are in `ownership.deletion`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ the other root once it is whole: if a store shows files that are being written, 
 a scratch folder and linked to their name at the end. So an upload never replaces or removes
 anything in a checkpoint's folder, and files that exist need not be uploaded again. Of a local root
 on one host, its files are uploaded, and the upload waits for those that other hosts send.
+tests/crash/test_tiers.py stops, fails or spoils every operation.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ def mark_aborted(store: Store, folder: str, *, by: str, reason: str) -> bool:
 
 
 def abort_for_silent_leader(store: Store, attempt: SaveAttempt, *, by: str, reason: str) -> bool:
-    """Abort the save of a silent leader, unless it committed; return whether it did (rule 11)."""
+    """Abort a silent leader's save unless it committed; return whether it committed (rule 11)."""
     committed: bool | None = None
     try:
         put_once(store, attempt.manifest_key, Aborted(by=by, reason=reason[:500]).encode())

@@ -1,6 +1,7 @@
 """Saves by all ranks of a run: their plan, their files and their outcome (decision 0035).
 
-The leader plans, makes the folder and commits; the register decides where a rank is silent.
+The leader plans, makes the folder and commits. If a rank is silent, only the manifest's key decides
+whether the save is committed: tests/saving/test_lost_ranks.py loses a rank in every part of a save.
 """
 
 from __future__ import annotations

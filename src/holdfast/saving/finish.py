@@ -1,5 +1,6 @@
-"""Completion of a save that a dead training has staged whole, in its epoch (decision 0069).
+"""Completion of a save that a dead training has staged whole, in its term (decision 0069).
 
+If another process owns the run by now, nothing is committed (tests/saving/test_finish.py).
 `holdfast run --memory` starts `python -m holdfast.saving.finish FOLDER` when its command has ended,
 and for the folder of a killed `holdfast run`.
 """

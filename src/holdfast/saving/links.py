@@ -1,4 +1,7 @@
-"""Sharing of unchanged files with an earlier checkpoint by hard links (docs/decisions/0014)."""
+"""Sharing of unchanged files with an earlier checkpoint by hard links (docs/decisions/0014).
+
+Each checkpoint must load after all others were deleted (tests/test_links.py).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Writes and commits one staged state: blocks in parallel, then the index, then the manifest.
 
 The order is invariant 2: every file durable and of its planned size before the manifest is put.
+tests/crash/test_write_order.py checks it in system calls.
 """
 
 from __future__ import annotations

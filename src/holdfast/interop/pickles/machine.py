@@ -3,6 +3,7 @@
 It is the standard library's unpickler in Python, without everything in it that imports, calls or
 sets an attribute. A call becomes a description made by our own functions, from the table that the
 caller gives; any other name becomes an `Unknown`. Only operations in `_COSTS` are known.
+tests/interop/hostile opens malicious files under limits.
 """
 
 from __future__ import annotations
