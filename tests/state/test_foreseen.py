@@ -83,7 +83,7 @@ def test_what_is_foreseen_is_what_a_state_dict_gives() -> None:
     module = Branching()
     predicted = predict_state(module)
     assert predicted is not None
-    assert predicted.matches(list(module.state_dict().values()))
+    assert predicted.matches_tensors(list(module.state_dict().values()))
 
 
 def test_what_is_foreseen_is_not_taken_for_other_entries() -> None:
@@ -91,8 +91,8 @@ def test_what_is_foreseen_is_not_taken_for_other_entries() -> None:
     predicted = predict_state(module)
     assert predicted is not None
     weight, bias = module.state_dict().values()
-    assert not predicted.matches([weight])
-    assert not predicted.matches([weight, bias.clone()])
+    assert not predicted.matches_tensors([weight])
+    assert not predicted.matches_tensors([weight, bias.clone()])
 
 
 @pytest.mark.parametrize(

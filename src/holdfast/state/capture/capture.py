@@ -257,7 +257,7 @@ class Capturer:
         self._modules.pop(name, None)
         if predicted is None:
             self._discard_predictions()
-        elif name in self._recollections and predicted.matches(tensors):
+        elif name in self._recollections and predicted.matches_tensors(tensors):
             self._modules[name] = _KnownModule(
                 outline=predicted.outline,
                 stepping=self._stepping,

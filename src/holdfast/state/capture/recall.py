@@ -66,7 +66,7 @@ class PredictedStateDict:
     are_plain: bool
     """Whether none is a DTensor."""
 
-    def matches(self, entries: Sequence[Any]) -> bool:
+    def matches_tensors(self, entries: Sequence[Any]) -> bool:
         """Whether `entries`, from `state_dict`, are the predicted ones."""
         pairs = list(zip(entries, self.tensors, strict=False))
         is_whole = len(entries) == len(self.tensors)

@@ -96,7 +96,7 @@ def _trial_update(parts: TrainerParts) -> Iterator[Update]:
                 nan=None,
             )
         finally:
-            kept.restore_state()
+            kept.restore_training()
 
 
 def _windows(parts: TrainerParts) -> Iterator[list[Any]]:
@@ -148,7 +148,7 @@ class _StateCopy:
         ]
 
     @torch.no_grad()
-    def restore_state(self) -> None:
+    def restore_training(self) -> None:
         """Restore the state."""
         for item, kept in self._weights:
             local(item.detach()).copy_(kept)
