@@ -182,11 +182,11 @@ def test_a_codec_with_a_fault_is_found_by_verify_and_load(
     with CheckpointManager(tmp_path, state_of(1), compress="zstd", sinks=()) as manager:
         folder = manager.save(1).wait().folder
     monkeypatch.undo()
-    refused = pytest.raises(CorruptData, match="decodes to other bytes than were saved")
+    refused = pytest.raises(CorruptData, match="decodes to bytes that differ from those saved")
     with CheckpointManager(tmp_path, state_of(2), sinks=()) as loading, refused:
         loading.load("step=1")
     problems = verify(open_store(tmp_path), folder).problems
-    assert "decodes to other bytes" in problems[0].message
+    assert "decodes to bytes that differ" in problems[0].message
     assert verify(open_store(tmp_path), folder, decode=False).ok
 
 

@@ -88,7 +88,7 @@ def test_a_key_opens_what_was_wrapped_for_it_and_nothing_else(kind: str) -> None
     box = decode_box(encode_box(wrapped([other, key], data_key, SUITE)), what="box")
     assert unwrapped([key], [box], SUITE, what="x") == data_key
     alone = wrapped([key], data_key, SUITE)
-    with pytest.raises(errors.WrongKey, match="sealed for") as caught:
+    with pytest.raises(errors.WrongKey, match="encrypted for") as caught:
         unwrapped([other], [alone], SUITE, what="x")
     for made in (key, other):
         secret = getattr(made, "text", getattr(made, "_text", ""))

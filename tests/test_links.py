@@ -164,7 +164,7 @@ def test_a_rule_that_would_leave_only_sharers_keeps_one_more(
         report = prune_checkpoints(open_store(tmp_path), rule, emit=lambda *_, **__: None)
         kept = [item for item in report.planned if item.decision.keep]
         assert [item.entry.step for item in kept] == [8, 7, 6, 4, 2]
-        assert "one file" in kept[1].decision.reason
+        assert "share a file" in kept[1].decision.reason
     else:
         with CheckpointManager(tmp_path, {"model": state}, keep=rule) as manager:
             manager.resume()

@@ -438,7 +438,7 @@ def test_what_was_due_and_could_not_be_begun_is_due_at_the_next_look(tmp_path: P
 def test_reasons_that_are_no_list_of_texts_are_refused(tmp_path: Path, reasons: Any) -> None:
     hooks = StateHooks(before_save=lambda now, _: reasons)
     manager = new_run().manager(tmp_path, hooks=hooks)
-    with manager, pytest.raises(UsageError, match="list of reasons"):
+    with manager, pytest.raises(UsageError, match="list of texts"):
         manager.save(1)
 
 

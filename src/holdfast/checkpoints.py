@@ -163,8 +163,8 @@ class Checkpoints:
             nbytes = number_of_bytes(nbytes, what="memory_budget=")
         if nbytes is not None and self.broadcast:
             raise UsageError(
-                "broadcast=True: not with memory_budget, as loads then need fresh memory for the "
-                "part of the state on this rank"
+                "broadcast=True: cannot be combined with memory_budget, as loads then need fresh "
+                "memory for the part of the state on this rank"
             )
         if nbytes is not None and nbytes < MIN_BUDGET:
             raise UsageError(

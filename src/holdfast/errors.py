@@ -350,7 +350,7 @@ class RanksSilent(RanksError, DeadlineExceeded):
         super().__init__(
             f"{what}: nothing came by the deadline from {name_ranks(ranks)}. Every rank must call "
             "save, maybe_save, resume and load at the same points of the program. If they have "
-            "called it, look in their logs whether they have ended, hang or are late"
+            "called it, check in their logs whether they have ended, hang or are late"
         )
 
 

@@ -370,8 +370,8 @@ def unwrapped(keys: Sequence[Key], boxes: Sequence[KeyBox], suite: Suite, *, wha
         raise type(failure)(f"{what}: {failure}") from failure
     recipients = dict.fromkeys(f"{r.kind} {r.id}" for box in boxes for r in box.recipients)
     raise WrongKey(
-        f"{what}: sealed for {', '.join(recipients)}; "
-        f"the keys given are {', '.join(key.name for key in keys)}"
+        f"{what}: encrypted for {', '.join(recipients)}; the keys given are "
+        f"{', '.join(key.name for key in keys)}"
     )
 
 

@@ -65,7 +65,7 @@ def scaler(state: dict[str, Any]) -> None:
 
 CASES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "other names of the weights": (other_names, r"model\.net\.0\.weight"),
-    "other groups of parameters": (other_groups, "optimizer: .* was grouped otherwise"),
+    "other groups of parameters": (other_groups, "optimizer: .* was grouped differently"),
     "another class of optimizer": (other_optimizer, "optimizer: saved from SGD"),
     "another class of scheduler": (other_scheduler, "scheduler: saved from another kind"),
     "no scheduler": (no_scheduler, "scheduler"),

@@ -224,7 +224,7 @@ def test_schedulers_that_step_once_for_each_rank_are_warned_of_on_others(
     for num_ranks in (2, 2, 1):
         assert forks.finish_ranks(job, tmp_path / "run", num_ranks) == [0] * num_ranks
         notes = forks.result(tmp_path / "run", 0)["found"]["notes"]
-        is_noted = any("schedulers by 1, and by 2" in one for one in notes)
+        is_noted = any("schedulers by 1, but by 2" in one for one in notes)
         assert is_noted is (is_scaled and num_ranks == 1)
 
 

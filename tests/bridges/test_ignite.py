@@ -152,7 +152,7 @@ def test_a_new_run_begins_with_the_first_batch_of_a_loader_that_was_used(tmp_pat
     torch.manual_seed(5)
     whole.train()
     forks.assert_equal(training.weights(), whole.weights())
-    assert "the data stood at batch 1 of epoch 0" in " ".join(event.message for event in seen)
+    assert "the data was at batch 1 of epoch 0" in " ".join(event.message for event in seen)
 
 
 def test_a_finished_run_is_not_trained_again_unless_for_longer(tmp_path: Path) -> None:
@@ -470,7 +470,7 @@ def test_handlers_whose_state_is_not_saved_are_warned_of(
         run.run(Loader(Noisy(), batch_size=4), max_epochs=1)
         told = [one for one in caplog.messages if "no checkpoint has the state" in one]
         assert len(told) == 1
-        assert "anew: PiecewiseLinear, EarlyStopping." in told[0]
+        assert "after a resume: PiecewiseLinear, EarlyStopping." in told[0]
 
 
 def test_a_run_that_saves_its_end_alone_is_warned_of(

@@ -99,7 +99,7 @@ def test_a_signal_saves_and_asks_to_be_run_again(tmp_path: Path) -> None:
 
 
 def test_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="exclude_from_loading: a resume is of the whole"):
+    with pytest.raises(UsageError, match="exclude_from_loading: a resume loads the whole"):
         Train(tmp_path, exclude_from_loading=["dataloader"])
 
 

@@ -40,7 +40,7 @@ def test_an_import_says_what_it_takes(file: Path, tmp_path: Path, holdfast: Any)
     arguments = (file, tmp_path / "run", "--map", "module.**=**", "--trust")
     done = holdfast("import", *arguments)
     assert done.code == 2
-    assert "has no step; give one: --step N" in done.err
+    assert "has no step; pass one: --step N" in done.err
     done = holdfast("import", *arguments, "--step", 7, "--dry-run")
     assert done.code == 0
     assert done.out.splitlines()[0] == (
@@ -79,7 +79,7 @@ def test_an_export_says_what_it_writes(root: Path, tmp_path: Path, holdfast: Any
     assert load_file(out)
     done = holdfast(*arguments)
     assert done.code == 2
-    assert "exists already" in done.err
+    assert "already exists" in done.err
 
 
 def test_an_export_says_how_its_file_is_loaded(tmp_path: Path, holdfast: Any) -> None:
@@ -376,7 +376,7 @@ def test_an_import_is_encrypted_with_the_keys_and_a_root_is_not_mixed_in_silence
     assert holdfast("--key-file", key, "verify", run).code == 0
     done = holdfast("import", file, run, "--step", 2, "--trust")
     assert done.code == 1
-    assert "is sealed, and no key was given" in done.err
+    assert "is encrypted, and no key was given" in done.err
     assert holdfast("import", file, plain, "--step", 1, "--trust").code == 0
     done = holdfast(*with_key, plain, "--step", 2, "--trust")
     assert done.code == 1

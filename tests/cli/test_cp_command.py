@@ -197,7 +197,7 @@ def test_a_checkpoint_without_claims_is_copied_and_resumed(
         pytest.param(
             ["{root}@latest"], "{tmp}/copy@latest", "the root to copy to", marks=pytest.mark.full
         ),
-        pytest.param(["{root}@latest"], "{tmp}", "holds other things", marks=pytest.mark.full),
+        pytest.param(["{root}@latest"], "{tmp}", "holds other files", marks=pytest.mark.full),
         pytest.param(
             ["{root}@step=7"], "{tmp}/copy", "no checkpoint for 'step=7'", marks=pytest.mark.full
         ),

@@ -97,7 +97,8 @@ def test_the_only_one_is_deleted_too_after_that_was_said(holdfast: Command, tmp_
     damage(folder_of(root, 1))
     name = folder_of(root, 1).name
     assert (
-        "the run can resume from no other checkpoint" in holdfast("gc", root, "--damaged", name).out
+        "the run cannot resume from any other checkpoint"
+        in holdfast("gc", root, "--damaged", name).out
     )
     assert holdfast("gc", root, "--damaged", name, "--yes").code == 0
     with new_run().manager(root) as manager:
@@ -124,8 +125,8 @@ def test_what_is_not_damaged_so_is_refused(holdfast: Command, root: Path) -> Non
     flip(folder_of(root, 200) / "model-00000.safetensors", 5000)
     before = everything(root)
     for name, word, code in (
-        (sound.name, "its manifest is sound", 2),
-        (folder_of(root, 200).name, "its manifest is sound", 2),
+        (sound.name, "its manifest is intact", 2),
+        (folder_of(root, 200).name, "its manifest is intact", 2),
         (sound.name.replace("step", "stop"), "no such folder", 3),
         ("step=300", "not the name of a checkpoint's folder", 2),
         ("../run", "not the name of a checkpoint's folder", 2),
@@ -164,7 +165,7 @@ def test_a_renamed_folder_is_not_damaged(holdfast: Command, root: Path) -> None:
     renamed = folder.rename(root / folder.name.replace("-000003-", "-000009-"))
     before = everything(root)
     result = holdfast("gc", root, "--damaged", renamed.name, "--yes")
-    assert (result.code, f"a folder called {folder.name}; rename it" in result.err) == (2, True)
+    assert (result.code, f"a folder named {folder.name}; rename it" in result.err) == (2, True)
     assert everything(root) == before
 
 

@@ -157,7 +157,7 @@ def test_markers_that_stay_are_counted_each_time_with_what_to_do(
         result = holdfast("gc", root)
         assert result.code == 0
         assert (f"marked {unfinished.name}" in result.out) is first
-        assert "markers that stay: 1, of writers 1," in result.out
+        assert "markers kept: 1, from writers 1," in result.out
         assert f"holdfast gc {root} --dead-epoch 1" in result.out
     assert holdfast("gc", root, "--json").document["markers"] == [{"epoch": 1, "number": 1}]
     assert "stay" not in holdfast("gc", root, "--dead-epoch", "1").out

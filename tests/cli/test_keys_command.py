@@ -74,7 +74,7 @@ def test_commands_open_with_a_key_and_refuse_without(
         refused = holdfast(command[0], str(root), *command[1:])
         assert (refused.code, "no key was given" in refused.err) == (1, True)
         wrong = holdfast("--key-file", str(other), command[0], str(root), *command[1:])
-        assert (wrong.code, "sealed for secret" in wrong.err) == (1, True)
+        assert (wrong.code, "encrypted for secret" in wrong.err) == (1, True)
     assert {path: path.read_bytes() for path in before} == before
     assert holdfast("verify", str(root)).code == 0
     assert holdfast("gc", str(root)).code == 0

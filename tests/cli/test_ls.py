@@ -158,7 +158,7 @@ def test_where_there_is_nothing_one_line_says_so(
     for name, message in (
         ("missing", "there is no such folder"),
         ("empty", "empty; there are no checkpoints here"),
-        ("other", "not a root of Holdfast; it holds other things"),
+        ("other", "not a root of Holdfast; it holds other files"),
         ("other/file.txt", "not a folder"),
     ):
         result = holdfast(command, tmp_path / name)

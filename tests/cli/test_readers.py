@@ -52,4 +52,4 @@ def test_an_unreadable_lease_is_listed_with_what_is_known(holdfast: Command, roo
     assert reader == {"folder": folder, **expected}
     result = holdfast("ls", root)
     assert result.code == 0
-    assert f"{folder} is read by somebody whose lease" in result.out
+    assert f"{folder} is read by a process whose lease" in result.out

@@ -220,7 +220,7 @@ def test_a_process_on_another_host_is_asked_until_its_heart_stands_still(
     (root / "writers" / "00000001.alive.json").write_bytes(alive)
     result = holdfast("save", root)
     assert result.code == 1
-    assert "on another host, so it may have ended; asking it all the same" in result.err
+    assert "on another host, so it may have ended; asking it anyway" in result.err
     assert "has shown no sign of life" in result.err
     assert in_requests(root) == []
 

@@ -90,7 +90,7 @@ def test_reads_keep_to_the_rate(
         ),
         pytest.param(
             ["--resume", "{root}/../moved"],
-            "this is the place in /elsewhere",
+            "this file holds the progress in /elsewhere",
             marks=pytest.mark.full,
         ),
         pytest.param(

@@ -92,7 +92,7 @@ def test_a_remote_root_that_cannot_be_opened_is_no_obstacle(
     document = holdfast("uploads", mirrored, "--json").document
     assert document["unreachable"]
     assert [one["state"] for one in document["checkpoints"]] == ["failed", "uploaded", "uploaded"]
-    assert "cannot be looked at" in holdfast("uploads", mirrored).out
+    assert "cannot be read" in holdfast("uploads", mirrored).out
 
 
 def test_a_root_that_is_not_mirrored_says_so(holdfast: Command, root: Path) -> None:

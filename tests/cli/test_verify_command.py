@@ -89,7 +89,7 @@ def test_a_newer_format_is_told_from_damage(holdfast: Command, root: Path) -> No
     for command in ("verify", "ls"):
         result = holdfast(command, root)
         assert result.code == 1
-        assert "has version 2, and this Holdfast reads 1; upgrade it" in result.out
+        assert "has version 2, but this Holdfast reads 1; upgrade Holdfast" in result.out
     assert "0 bad, 1 could not be read" in holdfast("verify", root).out
     result = holdfast("show", f"{root}@{folder_of(root, 300).name}")
     assert result.code == 1

@@ -288,7 +288,7 @@ def test_a_resume_has_the_note_and_a_warning(
             found = manager.resume()
         assert found is not None
         said = (
-            "a batch of all ranks was of 8 samples and is of 6 here, so epoch 0 resumes at batch 7 "
+            "a batch of all ranks had 8 samples and has 6 here, so epoch 0 resumes at batch 7 "
             "in place of 5, and 2 of its samples are left out"
         )
         assert found.notes == (f"data: {said}",)

@@ -176,7 +176,7 @@ class Own(Sampler[int]):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sampler": Own()}, "gave two orders for one lap"),
+        ({"sampler": Own()}, "returned two orders for one lap"),
         ({"sampler": iter([1])}, "each time it is iterated over"),
         ({"sampler": 3}, "must be a function"),
         ({"sampler": [22]}, "has the index 22, and the dataset has 22"),
@@ -185,9 +185,9 @@ class Own(Sampler[int]):
         ({"sampler": []}, "lap 0 has no sample"),
         ({"sampler": Weighted([1.0] * 21)}, "made for 21 samples, and the dataset has 22"),
         ({"sampler": DistributedSampler(range(22), 2, 0)}, r"itself \(ranks=\)"),
-        ({"sampler": [1], "shuffle": False}, "leave out shuffle"),
+        ({"sampler": [1], "shuffle": False}, "omit shuffle"),
         ({"sampler": [1], "drop_last": True}, "leaves no batch"),
-        ({"batch_sampler": [[1]]}, "give no batch_size"),
+        ({"batch_sampler": [[1]]}, "omit batch_size"),
         ({"batch_sampler": [[1], []], "batch_size": None}, "a batch of lap 0 is empty"),
         (
             {"batch_sampler": [[1]], "batch_size": None, "batches_per_epoch": 3},
@@ -375,7 +375,7 @@ def test_the_stored_order_goes_on_until_an_epoch_ends(caplog: pytest.LogCaptureF
     begun = list(islice(drawn, 3))
     with caplog.at_level(logging.WARNING, logger="holdfast"):
         computed.load_state_dict(drawn.state_dict())
-    assert "the stored order was drawn at once: it goes on" in caplog.text
+    assert "the position was saved without it" in caplog.text
     assert_same([*begun, *computed], straight)
     list(drawn)
     computed = make("computed")

@@ -163,7 +163,7 @@ def test_a_source_that_gives_other_samples_when_replayed_is_refused() -> None:
     list(islice(data, 3))
     other = stream(source=Stateless(18), resume="replay")
     other.load_state_dict(data.state_dict())
-    with pytest.raises(UsageError, match="gave other samples when epoch 0 was read again"):
+    with pytest.raises(UsageError, match="returned different samples when epoch 0 was read again"):
         next(iter(other))
 
 

@@ -186,7 +186,7 @@ def test_a_flipped_bit_is_found_and_another_host_or_the_remote_tier_is_read(
     flip(own)
     told = expect_resumed(tmp_path, "ab", NUM_STEPS, states[-1])
     if name == "manifest.json" and host == "a":
-        assert any("put right" in text for text in told), told
+        assert any("repaired" in text for text in told), told
     else:
         assert any(own.name in text and f"/{host}" in text for text in told), told
 

@@ -370,7 +370,7 @@ def test_a_rank_that_cannot_open_an_older_checkpoint_fails_the_load_of_all() -> 
 
     for result in on_ranks(3, work):
         assert_matches(
-            f"{type(result).__name__} {result}", "rank 1, in reading: .*sealed for|WrongKey"
+            f"{type(result).__name__} {result}", "rank 1, in reading: .*encrypted for|WrongKey"
         )
         assert isinstance(result, errors.RanksFailed | errors.WrongKey)
 

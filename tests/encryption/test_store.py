@@ -224,7 +224,7 @@ def test_a_wrong_key_is_an_error_of_its_own_and_shows_nothing(kind: str, tmp_pat
     for _ in range(334):
         live = {f"{CANARY}a": {hidden[0]: torch.zeros(1234567)}, f"{CANARY}b": {}}
         sealed = sealing(store, WRONG[kind]())
-        with pytest.raises(errors.WrongKey, match="sealed for secret") as caught:
+        with pytest.raises(errors.WrongKey, match="encrypted for secret") as caught:
             Catalog(sealed).find_checkpoint("latest")
         assert CANARY not in str(caught.value)
         assert CANARY not in repr(vars(sealed))
@@ -243,7 +243,7 @@ def test_a_wrong_passphrase_and_a_wrong_context_are_wrong_keys() -> None:
     """R31: a service that binds the data key to its context refuses another's."""
     store = MemoryStore()
     saved(store, 1, encrypt=Encryption(keys=Passphrase("correct horse battery")))
-    with pytest.raises(errors.WrongKey, match="sealed for passphrase"):
+    with pytest.raises(errors.WrongKey, match="encrypted for passphrase"):
         resumed(store, Encryption(keys=Passphrase("correct horse batterx")))
     assert resumed(store, Encryption(keys=Passphrase("correct horse battery"))) == 1
 
@@ -279,7 +279,7 @@ def test_without_a_key_nothing_is_read_rejected_or_removed() -> None:
     assert collect_garbage(store).removed == []
     (report, _) = verify_root(store).checkpoints
     assert report.ok
-    assert "sealed" in report.notes[0]
+    assert "encrypted" in report.notes[0]
     assert stored(store) == before
 
 
@@ -316,7 +316,7 @@ def test_a_plain_checkpoint_among_sealed_ones_stops_nothing() -> None:
     assert resumed(store) == 2
     saved(store, 4, sinks=(recorder,), keep=Last(1))
     (event,) = [event for event in recorder.of("passed_over") if event.fields["folder"] == planted]
-    assert "is not sealed" in event.message
+    assert "is not encrypted" in event.message
     assert resumed(store) == 4
     assert {key: data for key, data in stored(store).items() if key.startswith(planted)} == before
 
@@ -610,7 +610,7 @@ def test_unchanged_files_are_linked_and_stand_alone(tmp_path: Path) -> None:
             manager.wait()
         found = manager.list()
     decided = preview(SealedStore(LocalStore(tmp_path), SEALS), Last(1))
-    assert "one file" in decided[1].decision.reason, "step 2 stays: steps 3 and 1 share"
+    assert "share a file" in decided[1].decision.reason, "step 2 stays: steps 3 and 1 share"
     links = [path.stat().st_nlink for path in sorted(tmp_path.glob("step-*/file-*"))]
     assert max(links) == 2
     for folder in (found[2].folder, found[1].folder):
@@ -845,7 +845,7 @@ def test_notes_in_clear_beside_a_sealed_checkpoint_are_not_believed() -> None:
     key = f"{folder}/{layout.notes_name(1)}"
     store.put(key, Notes(tags=("forged",), pinned=True).encode())
     sealed: Any = SealedStore(store, SEALS)
-    with pytest.raises(errors.Tampered, match="not sealed"):
+    with pytest.raises(errors.Tampered, match="not encrypted"):
         sealed.get(key)
 
 

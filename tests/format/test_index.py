@@ -472,10 +472,10 @@ def test_dtypes_of_index_and_layout_are_the_same() -> None:
     [
         ([4096, 4100], "overlap at byte 4,100"),
         ([4096, 4095], "overlap at byte 4,095"),
-        ([4096, 4112], "behind the end"),
-        ([4096, 2**63 - 1], "behind the end"),
-        ([4096, 2**63 - 60], "behind the end"),
-        ([2**63 - 1, 2**63 - 1], "behind the end"),
+        ([4096, 4112], "beyond the end"),
+        ([4096, 2**63 - 1], "beyond the end"),
+        ([4096, 2**63 - 60], "beyond the end"),
+        ([2**63 - 1, 2**63 - 1], "beyond the end"),
     ],
 )
 def test_places_are_checked_without_their_sums_leaving_64_bits(

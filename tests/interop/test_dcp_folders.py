@@ -250,7 +250,7 @@ def test_a_pickle_is_exported_only_where_that_is_asked_for(tmp_path: Path, holdf
     run, out = tmp_path / "run", tmp_path / "out"
     state = {"w": torch.ones(2), "x": Hostile(os.system, "touch ran")}
     dcp.save(state, storage_writer=HoldfastWriter(run, step=1, unsafe_pickle=True))
-    with pytest.raises(UsageError, match="'x': saved as a pickle, and to load it runs"):
+    with pytest.raises(UsageError, match="'x': saved as a pickle, and loading it runs"):
         export_folder(run, out)
     refused = holdfast("export", run, out, "--to", "dcp")
     assert (refused.code, "'x': saved as a pickle" in refused.err) == (2, True)
@@ -334,7 +334,7 @@ def test_a_file_that_is_no_metadata_is_refused(folder: Path, tmp_path: Path, dat
     with pytest.raises(FormatError, match="metadata"):
         import_folder(folder, tmp_path / "run", step=1)
     (folder / ".metadata").unlink()
-    with pytest.raises(FormatError, match="not a folder that DCP has saved whole"):
+    with pytest.raises(FormatError, match="not a complete checkpoint of DCP"):
         import_folder(folder, tmp_path / "run", step=1)
 
 

@@ -214,7 +214,7 @@ def contents(path: Path) -> dict[str, bytes]:
 def test_an_output_that_exists_is_refused_and_kept(tmp_path: Path) -> None:
     out = tmp_path / "x.pt"
     out.write_bytes(b"mine")
-    with pytest.raises(UsageError, match=r"x\.pt: exists already"):
+    with pytest.raises(UsageError, match=r"x\.pt: already exists"):
         write(model_of(tensors()), out, "pt")
     assert out.read_bytes() == b"mine"
     (tmp_path / "folder").mkdir()

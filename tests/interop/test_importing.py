@@ -161,7 +161,7 @@ def test_an_optimizer_that_cannot_be_named_for_sure_stays_as_it_was_and_a_note_s
         plan = plan_of(model, trained(model, parameters))
         assert plan.taken["optimizer"].kind == "tree"
         [note] = plan.notes
-        assert note.startswith("optimizer: stored as it is, and no optimizer can be resumed")
+        assert note.startswith("optimizer: stored unchanged, so no optimizer can resume")
         assert why in note
 
 
@@ -362,7 +362,7 @@ def test_wrong_calls_are_refused_and_touch_nothing(file: Path, tmp_path: Path) -
         import_checkpoint(file, run, step=1, components=["optimizer"])
     with pytest.raises(UsageError, match="rules that match no name"):
         import_checkpoint(file, run, step=1, rename={"net.**": "**"})
-    with pytest.raises(UsageError, match="no optimizer in torch's form"):
+    with pytest.raises(UsageError, match="no torch optimizer is imported"):
         import_checkpoint(file, run, step=1, optimizer="AdamW")
     with pytest.raises(UsageError, match="must be at least 0"):
         import_checkpoint(file, run, step=-1)

@@ -311,7 +311,7 @@ def test_one_rank_alone_loads_as_without() -> None:
 
 
 def test_what_needs_other_memory_is_refused() -> None:
-    with pytest.raises(errors.UsageError, match="not with memory_budget"):
+    with pytest.raises(errors.UsageError, match="cannot be combined with memory_budget"):
         Checkpoints(MemoryStore(), broadcast=True, memory_budget="1GiB")
     store, *_ = two(2)
 

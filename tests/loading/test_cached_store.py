@@ -498,7 +498,7 @@ def test_who_has_only_a_public_key_reads_back_what_he_wrote_through_copies_too(
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> int:
-    return sum("no copies" in record.message for record in caplog.records)
+    return sum("no more copies" in record.message for record in caplog.records)
 
 
 def test_a_file_where_the_folder_should_be_costs_a_warning(

@@ -120,7 +120,7 @@ def test_where_nothing_is_healthy_the_newest_is_taken_with_a_warning() -> None:
         assert folders[2] not in dict(found.rejected)
         story.save(manager, 4)
     assert (
-        f"goes on from {folders[2]}, which is not healthy"
+        f"continues from {folders[2]}, which is not healthy"
         in story.recorder.of("warning")[-1].message
     )
     assert story.resumed() == 4

@@ -186,7 +186,7 @@ def test_a_checkpoint_of_another_run_is_no_newest_of_this_one() -> None:
         assert found is not None
         assert (found.step, [folder for folder, _ in found.rejected]) == (2, [foreign])
         manager.save(3).wait()
-    with pytest.raises(errors.UsageError, match="its manifest is sound"):
+    with pytest.raises(errors.UsageError, match="its manifest is intact"):
         delete_damaged(store, foreign, emit=QUIET)  # it may be the only copy
     assert [entry.step for entry in Catalog(store).checkpoints()] == [3]
     assert [report.folder for report in verify_root(store).checkpoints if not report.ok] == [

@@ -134,7 +134,7 @@ def test_one_that_is_mended_meanwhile_stays_and_is_kept_later_too() -> None:
     sound = damage(store, folder)
     raced = Raced(store)
     raced.then = lambda: store.put(f"{folder}/{layout.MANIFEST}", sound)
-    assert delete_damaged(raced, folder, emit=QUIET) == "its manifest can be read by now"
+    assert delete_damaged(raced, folder, emit=QUIET) == "its manifest can be read again"
     assert not Catalog(store).marks(folder).retired
     assert prune_checkpoints(store, All(), emit=QUIET).deleted == []
     assert [entry.step for entry in Catalog(store).checkpoints()] == [3, 2, 1]

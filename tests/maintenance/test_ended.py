@@ -188,7 +188,7 @@ def test_gc_by_a_person_removes_a_record_that_names_a_checkpoint(
     shutil.rmtree(root / copy.name, ignore_errors=True)
     shutil.copytree(copy, root / copy.name)
     report = collect_garbage(LocalStore(root))
-    assert (copy.name, "committed, though it had ended: it was put back") in report.kept
+    assert (copy.name, "committed, although recorded as ended: it was restored") in report.kept
     assert not [*root.glob("ended-*")]
     assert copy.name in [entry.folder for entry in Catalog(LocalStore(root)).checkpoints()]
 

@@ -29,7 +29,7 @@ ACCEPTS = Encryption(keys=KEY, accept_plain=True)
 
 
 def with_other_key(root: Path) -> str:
-    """Steps 1 to 4, of which the second is sealed for others; gives its folder."""
+    """Steps 1 to 4, of which the second is encrypted for others; gives its folder."""
     saved(root, 1)
     saved(root, 2, encrypt=Encryption(keys=OTHER, also_read=KEY))
     saved(root, 3, 4, encrypt=Encryption(keys=KEY, also_read=OTHER))
@@ -145,7 +145,7 @@ def test_retention_goes_on_and_never_takes_it(kind: str, tmp_path: Path) -> None
     assert bytes_of(tmp_path / folder) == before
     told = [event for event in recorder.events if event.fields.get("folder") == folder]
     assert [event.kind for event in told] == ["warning"]
-    assert "stays" in told[0].message
+    assert "is kept" in told[0].message
     assert recorder.of("housekeeping_failed") == []
 
 
@@ -161,7 +161,7 @@ def test_a_resume_stops_at_it_where_it_is_the_newest_and_passes_over_nothing(
     with pytest.raises(errors.WrongKey):
         catalog.find_checkpoint("latest")
     assert catalog.find_checkpoint("step=1").step == 1
-    with pytest.raises(errors.WrongKey):  # it may be just the one that is sealed for others
+    with pytest.raises(errors.WrongKey):  # it may be just the one that is encrypted for others
         catalog.find_checkpoint("step=2")
     assert resumed(tmp_path, which="step=1") == 1
 

@@ -201,7 +201,9 @@ def test_a_store_that_does_not_delete_is_found_out() -> None:
 
 def test_a_store_that_gives_other_bytes_back_is_found_out() -> None:
     store = FaultyStore(MemoryStore(), [Fault(kind="flip", op="get", times=None)])
-    assert set(problems(store)) == {"reading back: other bytes than were put: memory://"}
+    assert set(problems(store)) == {
+        "reading back returned different bytes from those written: memory://"
+    }
 
 
 @pytest.mark.parametrize(
@@ -347,7 +349,9 @@ def test_a_service_that_wraps_and_does_not_unwrap_is_found_before_the_first_save
     store = MemoryStore()
     encrypt = Encryption(keys=[generate(), vault.key])
     with new_run().manager(store, encrypt=encrypt, sinks=()) as manager:
-        with pytest.raises(PreflightFailed, match="service vault does not open what it wraps") as e:
+        with pytest.raises(
+            PreflightFailed, match="service vault cannot decrypt what it encrypted"
+        ) as e:
             manager.save(1)
         assert why in str(e.value)
     assert [*store.list()] == []

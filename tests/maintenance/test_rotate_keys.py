@@ -74,7 +74,7 @@ def test_a_wrong_key_rotates_nothing_and_says_so() -> None:
     before = stored(store)
     done = [*rotate(store, [generate()], [NEW])]
     assert [item.outcome for item in done] == ["failed", "failed"]
-    assert "sealed for secret" in done[0].reason
+    assert "encrypted for secret" in done[0].reason
     assert stored(store) == before
     assert read_sealed_manifest(store, plain[0]) is None
 

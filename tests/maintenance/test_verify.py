@@ -342,7 +342,7 @@ def test_any_read_that_was_wrong_once_is_no_damage(small: MemoryStore) -> None:
             assert report.ok
             assert len(report.notes) == 1
             assert file in report.notes[0]
-            assert "read wrongly once" in report.notes[0]
+            assert "read incorrectly once" in report.notes[0]
         fault = Fault(kind="fail", op="head", key=f"{folder}/{file}")
         assert verify(FaultyStore(small, [fault]), folder).ok
 
@@ -535,7 +535,7 @@ def test_a_wrong_count_of_tensors_is_found(small: MemoryStore) -> None:
     model = msgspec.structs.replace(register.components["model"], num_tensors=1)
     changed = msgspec.structs.replace(register, components={**register.components, "model": model})
     store.put(f"{folder}/manifest.json", encode_manifest(changed))
-    assert "than the manifest counts" in only_problem(verify(store, folder)).message
+    assert "differs from the manifest" in only_problem(verify(store, folder)).message
 
 
 def test_files_that_nobody_listed_are_noted(small: MemoryStore) -> None:
@@ -637,7 +637,7 @@ def test_a_manifest_of_a_newer_version_is_reported_as_such(small: MemoryStore) -
     store = copy_of(small)
     store.put(f"{folder}/manifest.json", of_version_2(store.get(f"{folder}/manifest.json")))
     problem = only_problem(verify(store, folder))
-    assert problem.message == "has version 2, and this Holdfast reads 1; upgrade it"
+    assert problem.message == "has version 2, but this Holdfast reads 1; upgrade Holdfast"
 
 
 def test_damaged_claims_are_found(small: MemoryStore) -> None:

@@ -87,7 +87,7 @@ changed(
     with_model(usual, weight_decay=0.5),
     state=3,
 )
-changed("two parameter groups in place of one", "grouped otherwise", lambda s: groups(s))
+changed("two parameter groups in place of one", "grouped differently", lambda s: groups(s))
 changed(
     "another `step_size` of the scheduler",
     "step_size",

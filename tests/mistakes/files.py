@@ -164,7 +164,7 @@ resume_after(
 
 @case(
     "trained in the root and in a copy of it, then moved a checkpoint back from the copy",
-    names="one place in the order",
+    names="same place in the order",
     state=4,
 )
 def _(user: User):

@@ -332,7 +332,7 @@ def test_a_hostile_lease_is_reported_and_holds_nothing_for_ever(
     key = put_lease(store, folder, data)
     readers = Readers(store, clock=clock)
     (found,) = readers.find_leases(folder)
-    assert found.who == f"somebody whose lease {key} cannot be read"
+    assert found.who == f"a process whose lease {key} cannot be read"
     ((kept, why),) = collect_garbage(store).kept
     assert kept == key
     assert "cannot be read" in why

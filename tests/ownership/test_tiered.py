@@ -45,7 +45,7 @@ def test_a_rule_for_the_local_tier_is_said_once(tmp_path: Path) -> None:
 
 
 def test_both_tiers_cannot_be_one_place(tmp_path: Path) -> None:
-    with pytest.raises(errors.UsageError, match="one place"):
+    with pytest.raises(errors.UsageError, match="same place"):
         unopened(Tiered(tmp_path / "a", tmp_path / "a"), Tiny())
 
 

@@ -586,7 +586,7 @@ def test_while_nothing_is_well_nothing_goes() -> None:
     reasons = [d.reason for d in decide([candidate(1), *entries[1:]], Last(1))]
     assert reasons == [
         "newest",
-        "nothing newer stays to resume from",
+        "no newer one is left to resume from",
         "newest healthy to resume from, last 1",
     ]
 

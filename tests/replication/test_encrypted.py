@@ -126,7 +126,7 @@ def test_no_word_and_no_weight_crosses_in_clear(
         manager.tag(2, words[4])
         manager.wait()
     assert CANARY in noted.wait_for("upload_failed").message
-    assert any(b"not told" in note for note in seen)
+    assert any(b"hidden" in note for note in seen)
     # Damaged here and whole there, so that it is named and mended.
     path = max(Path(local.url, newest(local)).glob("file-*"), key=lambda path: path.stat().st_size)
     data = bytearray(path.read_bytes())
@@ -361,7 +361,7 @@ def test_what_is_from_before_the_run_was_sealed_is_not_sent_in_clear(local: Loca
         assert manager.resume() is not None
         saved(manager, tiny, 2)
         manager.wait()
-    assert "in clear" in noted.wait_for("upload_failed").message
+    assert "would not be encrypted" in noted.wait_for("upload_failed").message
     assert opened_steps(remote) == [2]
     assert opened_steps(local, accepting) == [2, 1]
 
@@ -444,7 +444,7 @@ def test_a_plain_manifest_in_the_remote_tier_stops_nothing(local: LocalStore) ->
         assert found is not None
         assert found.step == 1
         assert found.rejected == ((folder, found.rejected[0][1]),)
-        assert "is not sealed" in noted.wait_for("passed_over").message
+        assert "is not encrypted" in noted.wait_for("passed_over").message
         saved(manager, tiny, 3)
         manager.wait()
     assert [entry.step for entry in Catalog(sealing(remote, SEALS)).checkpoints()] == [3, 1]
@@ -705,7 +705,7 @@ def test_nothing_is_mended_from_another_checkpoint_that_our_keys_open(
     whole = lost.read_bytes()
     lost.unlink()
     before = {info.key: local.get(info.key) for info in local.list()}
-    with pytest.raises(errors.CorruptData, match="the manifest there is of"):
+    with pytest.raises(errors.CorruptData, match="the manifest there belongs to"):
         mend(sealing(local, SEALS), sealing(remote, SEALS), folder, epoch=1)
     assert {info.key: local.get(info.key) for info in local.list()} == before
     lost.write_bytes(whole)
@@ -736,7 +736,7 @@ def test_it_ends_soon_when_it_is_interrupted_while_it_compares(local: LocalStore
 
 def test_a_store_that_seals_already_is_refused(local: LocalStore) -> None:
     tiered = Tiered(sealing(local, SEALS), MemoryStore("remote"))
-    with pytest.raises(errors.UsageError, match="encrypt= seals both"):
+    with pytest.raises(errors.UsageError, match="encrypt= applies to both"):
         CheckpointManager(tiered, {"a": {"b": 1}})
 
 

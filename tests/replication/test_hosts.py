@@ -564,7 +564,7 @@ def test_files_of_a_save_stay_while_the_disk_with_its_outcome_is_absent(tmp_path
     found, noted = resume_steps(tmp_path, "bc", remote)
     assert found == [1, 1]
     assert {*folder.iterdir()} == files
-    assert any("takes no part" in event.message for event in noted[0].of("warning"))
+    assert any("not in this run" in event.message for event in noted[0].of("warning"))
     (tmp_path / "absent").rename(tmp_path / "a")
     assert resume_steps(tmp_path, "ab", remote)[0] == [2, 2]
 

@@ -584,9 +584,9 @@ def test_a_root_that_vanishes_is_not_shown_as_empty(
         page.whole("/r/run/live")
         shutil.rmtree(root)
         text = text_of(page.whole("/r/run/live"))
-        while "cannot be looked at now" not in text:
+        while "cannot be read now" not in text:
             text = text_of(page.whole("/r/run/live"))
-        assert "no run is here any more" in text
+        assert "there is no longer a run here" in text
 
 
 def test_work_is_looked_up_by_its_number_however_long_that_is(page: Page) -> None:

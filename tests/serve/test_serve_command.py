@@ -120,7 +120,8 @@ def test_a_root_that_cannot_be_reached_is_shown_as_such_beside_the_others(run_ro
         assert process.wait(timeout=30) == 130
         assert process.stderr is not None
         assert (
-            "s3://bucket/other cannot be reached now, and is tried again" in process.stderr.read()
+            "s3://bucket/other cannot be reached now, and will be tried again"
+            in process.stderr.read()
         )
 
 

@@ -78,7 +78,7 @@ def test_one_that_hangs_delays_no_save_and_the_close_by_its_time_limit_only(
     assert train(hanging) == [3, 2, 1]
     assert hanging.is_called.is_set()
     assert hanging.steps == []
-    assert "not done after 0.2 s, and left: committed step-00000001" in warnings(caplog)
+    assert "not done after 0.2 s, and abandoned: committed step-00000001" in warnings(caplog)
     assert "and 2 more" in warnings(caplog)
 
 
@@ -119,7 +119,7 @@ def test_what_waits_is_bounded(
     for _ in range(5):
         hanging(Event(kind="committed", message="", step=1))
     assert len(hanging._queued) == 2
-    assert warnings(caplog).count("what comes next is left out") == 1
+    assert warnings(caplog).count("further ones are dropped") == 1
 
 
 def test_a_closed_manager_leaves_a_reporter_that_works_for_the_next_one() -> None:

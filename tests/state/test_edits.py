@@ -268,7 +268,7 @@ def test_edits_that_cannot_be_are_refused() -> None:
     """D22, D58."""
 
     def edit(view: StateView) -> None:
-        with pytest.raises(UsageError, match="belongs into the state"):
+        with pytest.raises(UsageError, match="belongs in the state"):
             view["extra"] = {"x": 1}  # type: ignore[index]
         with pytest.raises(UsageError, match="assign the list"):
             del view["progress"]["log.0"]
@@ -299,7 +299,7 @@ def test_leaving_out_everything_is_refused() -> None:
         for name in list(view):
             del view[name]
 
-    with pytest.raises(UsageError, match="nothing is left"):
+    with pytest.raises(UsageError, match="nothing would be saved"):
         edited(capture(whole(1)), edit)
 
 

@@ -229,7 +229,7 @@ def test_the_callers_own_rng_component_takes_the_place() -> None:
     expected = draws(own)
     saved.load({"rng": own})
     assert draws(own) == expected
-    with pytest.raises(MismatchError, match="stored as generator, live it is a rng"):
+    with pytest.raises(MismatchError, match="stored as generator, live as rng"):
         saved.prepare({"data": {}}, strict=False)
 
 

@@ -236,9 +236,9 @@ def test_parameters_grouped_otherwise_are_refused() -> None:
     original, resumed = two_groups(1), adam_pair(2)
     train(original["model"], original["optimizer"], 1)
     before = digest(resumed)
-    with pytest.raises(MismatchError, match="grouped otherwise"):
+    with pytest.raises(MismatchError, match="grouped differently"):
         image(original).prepare(resumed)
-    with pytest.raises(MismatchError, match="grouped otherwise"):
+    with pytest.raises(MismatchError, match="grouped differently"):
         image(original).prepare(resumed, strict=False)
     assert digest(resumed) == before
 

@@ -114,7 +114,7 @@ def test_a_subset_of_the_components_is_loaded() -> None:
 
 def test_a_component_of_another_kind_is_refused() -> None:
     saved = image({"x": {}})
-    with pytest.raises(MismatchError, match="x: stored as tree, live it is a module"):
+    with pytest.raises(MismatchError, match="x: stored as tree, live as module"):
         saved.prepare({"x": layers("a")}, strict=False)
 
 

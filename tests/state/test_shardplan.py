@@ -315,41 +315,41 @@ def refusals(shape: tuple[int, ...], *boxes: Box) -> str:
 @pytest.mark.parametrize(
     ("shape", "boxes", "reason"),
     [
-        ((4,), [], "no rank holds its box with offsets (0,) and sizes (4,)"),
-        ((), [], "no rank holds its box with offsets () and sizes ()"),
-        ((0, 3), [], "no rank holds its box with offsets (0, 0) and sizes (0, 3)"),
-        ((4,), [Box((0,), (3,))], "no rank holds its box with offsets (3,) and sizes (1,)"),
-        ((4,), [Box((1,), (3,))], "no rank holds its box with offsets (0,) and sizes (1,)"),
-        ((4,), [Box((4,), (4,))], "no rank holds its box with offsets (0,) and sizes (4,)"),
+        ((4,), [], "no rank holds the box with offsets (0,) and sizes (4,)"),
+        ((), [], "no rank holds the box with offsets () and sizes ()"),
+        ((0, 3), [], "no rank holds the box with offsets (0, 0) and sizes (0, 3)"),
+        ((4,), [Box((0,), (3,))], "no rank holds the box with offsets (3,) and sizes (1,)"),
+        ((4,), [Box((1,), (3,))], "no rank holds the box with offsets (0,) and sizes (1,)"),
+        ((4,), [Box((4,), (4,))], "no rank holds the box with offsets (0,) and sizes (4,)"),
         (
             (4,),
             [Box((0,), (4,)), Box((4,), (0,))],
-            "empty, overlapping or beyond the end is its box with offsets (4,) and sizes (0,)",
+            "it has an empty, overlapping or too large box with offsets (4,) and sizes (0,)",
         ),
         (
             (6, 2),
             [Box((0, 0), (2, 2)), Box((4, 0), (2, 2))],
-            "no rank holds its box with offsets (2, 0) and sizes (2, 2)",
+            "no rank holds the box with offsets (2, 0) and sizes (2, 2)",
         ),
         (
             (2, 2),
             [Box((0, 0), (1, 1)), Box((1, 0), (1, 1)), Box((0, 1), (1, 1))],
-            "no rank holds its box with offsets (1, 1) and sizes (1, 1)",
+            "no rank holds the box with offsets (1, 1) and sizes (1, 1)",
         ),
         (
             (4, 2),
             [Box((0, 0), (3, 2)), Box((2, 0), (2, 2))],
-            "empty, overlapping or beyond the end is its box with offsets (2, 0) and sizes (2, 2)",
+            "it has an empty, overlapping or too large box with offsets (2, 0) and sizes (2, 2)",
         ),
         (
             (4, 2),
             [Box((0, 0), (4, 2)), Box((0, 0), (2, 2))],
-            "empty, overlapping or beyond the end is its box with offsets (0, 0) and sizes (4, 2)",
+            "it has an empty, overlapping or too large box with offsets (0, 0) and sizes (4, 2)",
         ),
         (
             (4,),
             [Box((0,), (2,)), Box((2,), (3,))],
-            "empty, overlapping or beyond the end is its box with offsets (2,) and sizes (3,)",
+            "it has an empty, overlapping or too large box with offsets (2,) and sizes (3,)",
         ),
     ],
 )

@@ -187,5 +187,5 @@ def test_a_store_whose_copies_may_answer_is_read_by_get_alone():
 
 
 def test_what_is_no_store_is_refused_with_what_to_do():
-    with pytest.raises(UsageError, match=r"subclasses holdfast\.store\.base\.Store"):
+    with pytest.raises(UsageError, match=r"must subclass holdfast\.store\.base\.Store"):
         open_store({})

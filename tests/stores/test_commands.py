@@ -108,7 +108,7 @@ def test_what_is_not_there_is_said(holdfast: Command, service: Service, root: st
     assert "there are no checkpoints here" in empty.err
     missing = holdfast("ls", f"{service.scheme}://no-such-bucket/run")
     assert missing.code != 0
-    assert "Make the bucket first" in missing.err
+    assert "Create the bucket first" in missing.err
 
 
 @pytest.mark.full
@@ -152,4 +152,4 @@ def test_a_bucket_is_watched_and_examined(
     found = {line["check"]: line["status"] for line in examined.document["findings"]}
     assert (found["saving"], found["clock"], examined.code) == ("ok", "ok", 0)
     missing = holdfast("doctor", f"{service.scheme}://no-such-bucket/run")
-    assert (missing.code, "Make the bucket first" in missing.out) == (1, True)
+    assert (missing.code, "Create the bucket first" in missing.out) == (1, True)

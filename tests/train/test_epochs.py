@@ -152,7 +152,7 @@ def test_a_wrong_length_is_told_once(
     """The warning says where the end was expected."""
     caplog.clear()
     trainer(tmp_path_factory.mktemp("run"), kind()).fit(9)
-    said = [text for text in messages(caplog) if "no end" in text]
+    said = [text for text in messages(caplog) if "did not end" in text]
     assert len(said) == 1
     assert kind.__name__ in said[0]
 

@@ -162,7 +162,7 @@ def test_the_rerun_of_a_finished_run_does_nothing_and_says_so(
     again = make(tmp_path, callbacks=[hooks])
     with caplog.at_level(logging.INFO, logger="holdfast"):
         again.fit("5step")
-    assert "5step is reached already, at step 5" in caplog.text
+    assert "5step was already reached, at step 5" in caplog.text
     assert hooks.calls == ["own.resumed 5", "own.already_done"]
     assert checkpoints(tmp_path) == before
     assert again.counters.step == 5

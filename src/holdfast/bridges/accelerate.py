@@ -163,9 +163,10 @@ class _Window:
         before = state.get(_STEPS, now)
         if note is None and before != now:
             note = (
-                f"each step advances schedulers by {now}, and by {before} in the run that saved "
-                "the checkpoint, as Accelerate steps them once for each rank. Use as many ranks, "
-                "or in both runs Accelerator(step_scheduler_with_optimizer=False)"
+                f"each step advances schedulers by {now}, but by {before} in the run that saved "
+                "the checkpoint, because Accelerate steps them once for each rank. Use the same "
+                "number of ranks, or pass step_scheduler_with_optimizer=False to Accelerator in "
+                "both runs"
             )
         return [] if note is None else [note]
 

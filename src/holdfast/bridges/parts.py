@@ -170,9 +170,9 @@ def rewind(loaders: Iterable[Any], emit: Emitter | None = None) -> bool:
         if first != state:
             moved = True
             loader.load_state_dict(first)
-            text = f"the data stood at batch {state['batch']} of epoch {state['epoch']}"
+            text = f"the data was at batch {state['batch']} of epoch {state['epoch']}"
             if emit is not None:
-                emit("changed", f"{text}: the run is new, and begins with the first one")
+                emit("changed", f"{text}: the run is new, so it starts at the first batch")
     return moved
 
 
@@ -213,12 +213,12 @@ def note_other_framework(state: Mapping[str, Any], framework: str) -> str | None
     """Return a note if a stored component `trainer` is of another framework than the one loading.
 
     >>> note_other_framework({"of": "ignite"}, "lightning")
-    'trainer: saved by ignite, so lightning leaves its counters and callbacks out'
+    'trainer: saved by ignite, so lightning ignores its counters and callbacks'
     """
     other = state.get("of", "another trainer")
     if other == framework:
         return None
-    return f"trainer: saved by {other}, so {framework} leaves its counters and callbacks out"
+    return f"trainer: saved by {other}, so {framework} ignores its counters and callbacks"
 
 
 _WORDS = {"min": "lower", "max": "higher"}
@@ -231,11 +231,11 @@ def check_direction(
     for item in best_rules(checkpoints):
         if item.rule.metric == metric and item.rule.mode != mode:
             raise UsageError(
-                f"keep={item.rule}: {who} has the other direction, {mode!r}: correct either"
+                f"keep={item.rule}: {who} has the opposite direction, {mode!r}: change either"
             )
     shown = direction(metric)
     if shown is not None and shown != mode:
-        emit("warning", f"{who} takes {metric!r} as better if {_WORDS[mode]}; is that a mistake?")
+        emit("warning", f"{who} treats a {_WORDS[mode]} {metric!r} as better; is that a mistake?")
 
 
 class BridgeValidations:

@@ -46,7 +46,7 @@ _CALLED = ("_close", "_load", "_maybe_wait_for_staging", "_save", "_wait_for_sav
 _SUPPORTED = "0.3.0"
 
 _FRAMEWORK = "torchtitan"
-_BY_RANK = "each rank has another part of the model, which a component cannot be"
+_BY_RANK = "each rank has a different part of the model, which a component does not support"
 
 
 class HoldfastManager(BaseCheckpointManager):
@@ -214,7 +214,7 @@ def _check_settings(config: Any, model_parts: list[Any]) -> None:
     reasons = {
         "initial_load_path": (config.initial_load_path, "load the weights into the model first"),
         "last_save_in_hf": (config.last_save_in_hf, "export the checkpoint afterwards"),
-        "exclude_from_loading": (config.exclude_from_loading, "a resume is of the whole state"),
+        "exclude_from_loading": (config.exclude_from_loading, "a resume loads the whole state"),
         "create_seed_checkpoint": (config.create_seed_checkpoint, "not supported"),
         "pipeline parallelism": (len(model_parts) > 1, _BY_RANK),
     }

@@ -195,7 +195,7 @@ def _import_dcp(
     from holdfast.interop.dcp import import_folder
 
     if step is None:
-        raise UsageError(f"{folder}: a folder of DCP has no step; give one: --step N")
+        raise UsageError(f"{folder}: a folder of DCP has no step; pass one: --step N")
     store = open_root_store(root)
     made = import_folder(folder, root, step=step, label=label, unsafe_pickle=unsafe_pickle)
     manifest = read_entry(store, made.folder).manifest

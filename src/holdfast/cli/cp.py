@@ -92,7 +92,7 @@ def _open_target_root(to: str) -> Store:
     names = store.children()
     if names and not is_root(store):
         raise UsageError(
-            f"{store.url} holds other things, such as {names[0]!r}, and no run. Nothing was "
+            f"{store.url} holds other files, such as {names[0]!r}, and no run. Nothing was "
             "copied; name a new or empty folder, or a root of Holdfast"
         )
     return store

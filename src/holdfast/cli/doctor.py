@@ -248,7 +248,7 @@ def _check_root(root: str) -> Iterator[CheckResult]:
         return
     seen = _Seen(newest=None, is_run=bool(names) and is_root(store))
     if names and not seen.is_run:
-        text = f"{store.url} holds other things, such as {names[0]!r}, and no run"
+        text = f"{store.url} holds other files, such as {names[0]!r}, and no run"
         yield _make_warning("root", text, "give a run a folder of its own")
     elif not names:
         yield _ok("root", f"{store.url}: empty; nothing was saved here yet")

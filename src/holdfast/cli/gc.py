@@ -211,9 +211,9 @@ def _marker_lines(report: GcReport, root: str) -> list[str]:
     writers = ", ".join(map(str, epochs))
     options = " ".join(f"--dead-epoch {epoch}" for epoch in epochs)
     return [
-        f"markers that stay: {sum(report.markers.values())}, of writers {writers}, "
-        "which may be paused, or have a request on the way. If you know that they ended, and "
-        f"some hours ago: holdfast gc {root} {options}"
+        f"markers kept: {sum(report.markers.values())}, from writers {writers}, which may be "
+        "paused or still have a request in flight. If you know that they ended some hours ago: "
+        f"holdfast gc {root} {options}"
     ]
 
 
@@ -251,7 +251,7 @@ def _remove_damaged(root: str, folder: str, *, is_sure: bool) -> Answer:
     elif why:
         end = f"kept: {why}"
     else:
-        marker = "; a marker stays, as after `holdfast gc`" if has_marker else ""
+        marker = "; a marker is kept, as after `holdfast gc`" if has_marker else ""
         end = f"deleted; {format_nbytes(damaged.nbytes)} freed{marker}"
     code = Code.OK if why == "" else Code.FOUND
     return Answer(document=document, parts=[*_format_damage(document), *warnings, end], code=code)
@@ -313,5 +313,5 @@ def _format_damage(damaged: GcDamaged) -> list[str]:
         *(f"  {file.name}  {format_nbytes(file.nbytes)}" for file in damaged.files),
         f"without it the run resumes from {before}"
         if before
-        else "the run can resume from no other checkpoint",
+        else "the run cannot resume from any other checkpoint",
     ]

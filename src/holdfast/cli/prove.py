@@ -328,8 +328,8 @@ class _Proving:
         elif not any(pair.has_weights for pair in self.pairs):
             self.set_verdict(
                 "unproved",
-                "the checkpoints have no tensors, apart from generators, so that nothing is known "
-                'of the weights: add them to the state, as in {"model": model}',
+                "the checkpoints have no tensors, apart from generators, so no weights could be "
+                'compared: add them to the state, as in {"model": model}',
             )
         else:
             self._conclude_equal()
@@ -357,8 +357,8 @@ class _Proving:
         self.causes = list_causes(pair, differences, is_anyway=True)
         self.set_verdict(
             "anyway",
-            f"two undisturbed runs differ already, from step {pair.step} on ({other} differs from "
-            "the first), so that nothing is known of the resume",
+            f"even two undisturbed runs differ, from step {pair.step} on ({other} differs from the "
+            "first), so nothing can be concluded about the resume",
         )
         return True
 

@@ -32,7 +32,7 @@ from holdfast.policy.rules import parse_rule
 from holdfast.root.catalog import Catalog, Entry
 
 Action: TypeAlias = Literal["keep", "delete", "thin", "kept"]
-_OTHER_RUN = "copied here from another run, which this one does not judge"
+_OTHER_RUN = "copied here from another run, so the rule does not apply to it"
 
 
 class Judged(Document, frozen=True):

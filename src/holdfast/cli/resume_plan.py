@@ -145,9 +145,9 @@ def _format_plan(document: ResumePlan) -> list[str | TextTable]:
     if document.head is None and ends:
         lines.append(f"a resume ends with the error of {ends[0]}")
     elif document.head is None:
-        lines.append("nothing can be used: a resume raises NoUsableCheckpoint")
+        lines.append("no checkpoint can be used: a resume raises NoUsableCheckpoint")
     elif not document.verified:
-        lines.append("sizes were compared, and no bytes read: --verify reads them")
+        lines.append("only sizes were compared: --verify reads all bytes")
     return [table, *lines]
 
 

@@ -183,8 +183,8 @@ def _only(store: Store, which: str) -> Entry:
     ]
     if len(found) > 1:
         raise UsageError(
-            f"{store.url}: nothing was deleted, for {which!r} names several checkpoints. Name the "
-            "folder of one:\n" + listing([_describe_entry(entry) for entry in found])
+            f"{store.url}: nothing was deleted, because {which!r} names several checkpoints. Name "
+            "the folder of one:\n" + listing([_describe_entry(entry) for entry in found])
         )
     return found[0] if found else catalog.find_checkpoint(which)
 
@@ -289,7 +289,7 @@ def _format_deletion(asked: DeletionPlan) -> list[str]:
         lines.append(
             f"afterwards the run resumes from {after.folder} (step {after.step})"
             if after is not None
-            else "afterwards the run can resume from nothing"
+            else "afterwards the run cannot resume from any checkpoint"
         )
     return lines
 

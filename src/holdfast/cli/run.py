@@ -278,7 +278,8 @@ def run_command(
     """
     if root is not None and progress_after is not None:
         raise UsageError(
-            "--progress-after: not with --root, where checkpoints show whether there is progress"
+            "--progress-after: cannot be combined with --root, because checkpoints then show the "
+            "progress"
         )
     limits = RestartLimits(
         max_failures=max_failures,

@@ -199,9 +199,7 @@ class _RunOwner:
         elif now - self._beat_seen > WATCH_S:
             raise self._gone(writer, f"has shown no sign of life for {WATCH_S:.0f} s")
         if is_new:
-            write_message(
-                f"{self.text}: on another host, so it may have ended; asking it all the same"
-            )
+            write_message(f"{self.text}: on another host, so it may have ended; asking it anyway")
 
     def _gone(self, writer: WriterRecord, what: str) -> NotOwned:
         return NotOwned(

@@ -142,7 +142,7 @@ def _read_index(store: Store, folder: str, entry: Entry) -> Index:
         data = read_document(store, key, max_nbytes=layout.MAX_INDEX_NBYTES)
         digest = file_digest(len(data), digest_blocks(data, entry.manifest.block_nbytes))
         if digest != files[name].digest:
-            raise CorruptData(f"{store.url}/{key}: other bytes than written; see holdfast verify")
+            raise CorruptData(f"{store.url}/{key}: its bytes have changed; see holdfast verify")
         return data
 
     what = f"{store.url}/{folder}/{layout.INDEX}"

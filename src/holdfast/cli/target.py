@@ -84,7 +84,7 @@ def open_root(text: str) -> Store:
         raise UsageError(f"{text!r} is one checkpoint; this command takes the root it is in")
     if not store.children():
         raise NoCheckpoint(f"{store.url}: empty; there are no checkpoints here")
-    raise NoCheckpoint(f"{store.url}: not a root of Holdfast; it holds other things")
+    raise NoCheckpoint(f"{store.url}: not a root of Holdfast; it holds other files")
 
 
 def names_one(text: str) -> bool:

@@ -225,7 +225,7 @@ def _format_uploads(document: UploadsAnswer) -> list[str | TextTable]:
     if document.error:
         parts.append(f"error ({document.changed}): {document.error}")
     if document.unreachable:
-        parts.append(f"the remote tier cannot be looked at from here: {document.unreachable}")
+        parts.append(f"the remote tier cannot be read from here: {document.unreachable}")
     return parts
 
 

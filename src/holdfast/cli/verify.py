@@ -320,8 +320,8 @@ def _begun(place: Path | None, root: str) -> PassProgress:
         raise UsageError(f"--resume {place}: cannot be read: {error.strerror}") from error
     if found.root != root:
         raise UsageError(
-            f"--resume {place}: this is the place in {found.root}, not in {root}. Nothing was "
-            "read; use one file for each root"
+            f"--resume {place}: this file holds the progress in {found.root}, not in {root}. "
+            "Nothing was read; use one file for each root"
         )
     return fresh if found.ended is not None else found
 

@@ -158,7 +158,7 @@ class Watcher:
         open_names = [name for name in names if not self._is_settled(str(name))]
         owner = self._owner(catalog, names)
         if not names and owner is None and not is_root(self._store):
-            raise NotFound(f"{self._store.url}: no run is here any more")
+            raise NotFound(f"{self._store.url}: there is no longer a run here")
         is_live = owner is not None and owner.state not in ("dead", "closed")
         saving = [n for n in open_names if is_live and owner is not None and n.epoch == owner.epoch]
         known = (self._known.get(str(name)) for name in names)
@@ -294,7 +294,7 @@ def _show_live(watcher: Watcher, state: WatchedRun, pause_s: float) -> None:
             try:
                 state = watcher.observe_root()
             except StoreError as error:
-                trouble = ["", printable(f"cannot be looked at now: {error}")]
+                trouble = ["", printable(f"cannot be read now: {error}")]
             live.update(Text("\n".join([*_format_run(state), *trouble])), refresh=True)
 
 

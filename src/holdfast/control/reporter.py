@@ -87,7 +87,7 @@ class Reporter:
                 future = self._workers.submit(lambda: self._handle(event, at_s))
                 self._queued.append((event, future))
         if is_full:
-            self._warn_once("full", f"{MAX_WAITING:,} events wait; what comes next is left out")
+            self._warn_once("full", f"{MAX_WAITING:,} events wait; further ones are dropped")
 
     def _handle(self, event: Event, at_s: float) -> None:
         self._began_s = time.monotonic()
@@ -114,7 +114,7 @@ class Reporter:
         if left:
             named = [_describe_event(event) for event, future in queued if future in left]
             more = f" and {len(named) - 1} more" if len(named) > 1 else ""
-            text = f"not done after {self.close_timeout_s:g} s, and left: {named[0]}{more}"
+            text = f"not done after {self.close_timeout_s:g} s, and abandoned: {named[0]}{more}"
             logger.warning("%s: %s. The checkpoints are not affected", self, text)
         if self._num_failed > 1:
             logger.warning("%s: failed %d times in all", self, self._num_failed)

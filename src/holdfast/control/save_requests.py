@@ -213,10 +213,10 @@ class _Tray:
         except NotFound:
             self._mark_unread(name)  # withdrawn meanwhile
         except UsageError as error:
-            self._emit("warning", f"a request for a save cannot be honoured: {error}")
+            self._emit("warning", f"a request for a save cannot be fulfilled: {error}")
             return partial(self.answer_request, name, _make_answer_record(None, None, str(error)))
         except (FormatError, AccessDenied) as error:  # not known to be a request
-            self._emit("warning", f"left alone, because it is no request for a save: {error}")
+            self._emit("warning", f"left alone, because it is not a request for a save: {error}")
         except StoreError as error:
             self._mark_unread(name)  # tried again at the next look
             self._trouble = str(error)

@@ -344,7 +344,7 @@ class Feed(ABC):
         check_whole("batches_per_step", batches_per_step, at_least=1)
         if start and self._epoch == self._batch == 0:
             logger.warning(
-                "until(start=%d): the %s stands at its very first batch; was it in the state "
+                "until(start=%d): the %s is at its very first batch; was it in the state "
                 "that was resumed?",
                 start,
                 self._name,

@@ -134,8 +134,8 @@ class Loader(Feed):
         check_options(dataset, batch_size, sampler, batch_sampler, shuffle, drop_last)
         if generator is not None:
             raise UsageError(
-                f"generator={shown(generator)}: random numbers of a Loader follow from its seed: "
-                "give seed=…"
+                f"generator={shown(generator)}: a Loader derives its random numbers from its seed: "
+                "pass seed=… instead"
             )
         self._sizes = Sizes(batch_size)
         check_whole("seed", seed, at_least=0)
@@ -144,7 +144,7 @@ class Loader(Feed):
             if self._sizes.vary or batch_sampler is not None:
                 raise UsageError(
                     "batches_per_epoch needs one batch_size: with a batch_sampler, or batch sizes "
-                    "by epoch, an epoch is a lap through the data. Leave it out"
+                    "by epoch, an epoch is a lap through the data. Omit it"
                 )
         check_whole("num_workers", num_workers, at_least=0)
         if prefetch_factor is not None:
@@ -266,8 +266,8 @@ class Loader(Feed):
                 was_computed = True  # a new epoch may be ordered as it likes
             elif self._asks_computed:
                 logger.warning(
-                    'shuffle="computed", and the stored order was drawn at once: it goes on, '
-                    "until a resume at an epoch's start"
+                    'shuffle="computed", but the position was saved without it: the saved order '
+                    "is used until a resume at an epoch's start"
                 )
             self._is_computed = was_computed
 
@@ -382,9 +382,9 @@ class Loader(Feed):
         if self._drawn(self._seed, 0).digest != self._lap(self._seed, 0).digest:
             which = "sampler" if self._batch_sampler is None else "batch_sampler"
             raise UsageError(
-                f"{which}: it gave two orders for one lap, so no resume would be exact: it draws "
-                "from a generator of its own. Write a function of (seed, lap), or give it an "
-                "attribute `generator` as torch's samplers have"
+                f"{which}: it returned two orders for one lap, so no resume would be exact: it "
+                "draws from a generator of its own. Write a function of (seed, lap), or give it "
+                "an attribute `generator` as torch's samplers have"
             )
 
     def _batch_size(self, epoch: int) -> int:
@@ -449,8 +449,8 @@ class Loader(Feed):
             return self._carry_on(stored, notes)
         of_all = "" if self._is_alone else " (batch_size counts all ranks together)"
         raise UsageError(
-            f"the position is batch {batch} of epoch {epoch}, which does not exist "
-            f"in an epoch of another shape{of_all}:\n"
+            f"the position is batch {batch} of epoch {epoch}, which cannot be resumed in an epoch "
+            f"with other settings{of_all}:\n"
             + listing(
                 f"{name}: stored {stored.get(name)}, here {settings.get(name)}"
                 for name in differing
@@ -467,9 +467,8 @@ class Loader(Feed):
         batch = min(-(-num_taken // batch_size), self._num_batches(seed, epoch))
         num_left_out = min(batch * batch_size, in_lap) - num_taken
         note = (
-            f"a batch of all ranks was of {stored['batch_size']} samples and is of "
-            f"{batch_size} here, so epoch {epoch} resumes at batch {batch} in "
-            f"place of {stored['batch']}"
+            f"a batch of all ranks had {stored['batch_size']} samples and has {batch_size} here, "
+            f"so epoch {epoch} resumes at batch {batch} in place of {stored['batch']}"
         )
         if num_left_out > 0:
             note += f", and {num_left_out} of its samples are left out"

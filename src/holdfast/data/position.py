@@ -89,8 +89,8 @@ def changes_of_version(stored: Mapping[str, Any]) -> list[str]:
     if version == PRESENT_VERSION:
         return []
     return [
-        f"its version is {version} and here is {PRESENT_VERSION}: the coming epochs have other "
-        "orders and random numbers than in the Holdfast that saved it"
+        f"its version is {version}, and this Holdfast uses {PRESENT_VERSION}: later epochs have "
+        "different orders and random numbers from those in the version of Holdfast that saved it"
     ]
 
 
@@ -98,7 +98,7 @@ def advice_for_version(stored: Mapping[str, Any]) -> str:
     """Return what to do about a position of another version, as the end of an error."""
     if stored[VERSION] == PRESENT_VERSION:
         return ""
-    return "\nEnd the epoch with the Holdfast that saved the position"
+    return "\nEnd the epoch with the version of Holdfast that saved the position"
 
 
 def changes_of_data(

@@ -353,7 +353,7 @@ def check_sampler(name: str, sampler: Any, num_samples: int) -> None:
         if isinstance(inner, DistributedSampler) or hasattr(inner, "num_replicas"):
             raise UsageError(
                 f"{name}: a {type(inner).__name__} gives each rank its part, which the Loader does "
-                "itself (ranks=): leave it out"
+                "itself (ranks=): omit it"
             )
     if not callable(sampler) and (not hasattr(sampler, "__iter__") or iter(sampler) is sampler):
         raise UsageError(
@@ -503,20 +503,20 @@ def check_options(
         raise UsageError("batch_size=None: must be a whole number, 1 or above (or a batch_sampler)")
     if batch_sampler is not None and (batch_size is not None or sampler is not None or drop_last):
         raise UsageError(
-            f"batch_sampler={shown(batch_sampler)}: it decides the batches, so give no batch_size, "
-            "sampler or drop_last"
+            f"batch_sampler={shown(batch_sampler)}: it decides the batches, so omit batch_size, "
+            "sampler and drop_last"
         )
     is_of_samples = batch_sampler is None
     name, given = ("sampler", sampler) if is_of_samples else ("batch_sampler", batch_sampler)
     is_mixture = isinstance(dataset, Mixture)
     if given is None:
         if is_mixture and shuffle == "computed":
-            raise UsageError('shuffle="computed": the order of a Mixture is stored; leave it out')
+            raise UsageError('shuffle="computed": the order of a Mixture is stored; omit it')
         return
     if is_mixture:
         raise UsageError(f"{name}: a Mixture has an order of its own, by its weights")
     if shuffle is not True:
-        raise UsageError(f"{name}: it decides the order, so leave out shuffle")
+        raise UsageError(f"{name}: it decides the order, so omit shuffle")
     samplers.check_sampler(name, given, len(dataset))
 
 

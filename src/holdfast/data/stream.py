@@ -32,10 +32,10 @@ logger = logging.getLogger("holdfast")
 
 
 _INEXACT = (
-    "the state_dict of the stream's source, a %s, is incomplete: a copy that loaded it gave other "
-    "samples than the source gave next, so a resume loses or repeats samples. Add what is missing, "
-    'such as a buffer, or give the Stream resume="replay"; in place of a shuffle buffer give it '
-    "shuffle="
+    "the state_dict of the stream's source, a %s, is incomplete: a copy that loaded it returned "
+    "different samples from those that came next, so a resume loses or repeats samples. Add what "
+    'is missing, such as a buffer, or give the Stream resume="replay"; in place of a shuffle '
+    "buffer give it shuffle="
 )
 _UNREACHED = (
     "the stream's source, a %s, gives the same samples in the same order in each epoch: the "
@@ -236,7 +236,7 @@ class Stream(Feed):
                 had_some = True
                 yield batch
             if not had_some:
-                raise UsageError(f"the source gives no batch in epoch {epoch}")
+                raise UsageError(f"the source returns no batch in epoch {epoch}")
 
     @override
     def _across(self, count: int) -> Iterator[Any]:
@@ -434,8 +434,8 @@ class _Reader(IterableDataset[Any]):
             found = self._digest(found, self._shuffled(read, worker, number))
         if found != place.digest:
             raise UsageError(
-                f"the source gave other samples when epoch {self.epoch} was read again, so the "
-                "position means nothing there: is it shuffled without a seed, or other data?"
+                f"the source returned different samples when epoch {self.epoch} was read again, so "
+                "the position is meaningless: is it shuffled without a seed, or is it other data?"
             )
 
     def _read(self, samples: Iterator[Any], worker: int, number: int, count: int) -> list[Any]:
@@ -475,7 +475,7 @@ def _check_source(source: Any, resume: str) -> None:
     if getattr(source, "_distributed", None) is not None:
         raise UsageError(
             "source: it was divided by split_dataset_by_node, and the Stream gives each rank its "
-            "part itself (ranks=): leave that out"
+            "part itself (ranks=): omit that"
         )
     inexact = unrepeatable(source) or (None if resume == "replay" else describe_inexact(source))
     if inexact is not None:

@@ -245,7 +245,7 @@ def decrypt_manifest(store: Store, folder: str, document: bytes, keys: Sequence[
     visible = decode_visible(document, what=what)
     name = layout.parse_attempt(folder)
     if name is not None and name.label != visible.label:
-        raise Tampered(f"{what}: it was sealed under the label {visible.label!r}")
+        raise Tampered(f"{what}: it was encrypted under the label {visible.label!r}")
     boxes = [*boxes_of(store, folder, visible).values()]
     suite = suite_named(visible.suite, what=what)
     data_key = unwrapped(keys, boxes, suite, what=what)
@@ -265,7 +265,7 @@ def box_documents(store: Store, folder: str, visible: Visible) -> dict[str, byte
 
 def _boxes(store: Store, folder: str, visible: Visible) -> dict[int, tuple[KeyBox, bytes]]:
     where = f"{store.url}/{folder}"
-    problem: FormatError = CorruptData(f"{where}: the keys beside the manifest are gone")
+    problem: FormatError = CorruptData(f"{where}: the key file next to the manifest is missing")
     for _ in range(_MAX_READS):
         found: dict[int, tuple[KeyBox, bytes]] = {}
         work = 0
@@ -282,7 +282,7 @@ def _boxes(store: Store, folder: str, visible: Visible) -> dict[int, tuple[KeyBo
                 problem = error
                 continue
             if box.commitment != visible.commitment:
-                problem = Tampered(f"{store.url}/{key}: the keys of another checkpoint")
+                problem = Tampered(f"{store.url}/{key}: these are the keys of another checkpoint")
             elif work + box.stretching_kib > MAX_STRETCHING_KIB:
                 problem = LimitExceeded(f"{store.url}/{key}: too many passphrases to try")
             else:
@@ -293,7 +293,7 @@ def _boxes(store: Store, folder: str, visible: Visible) -> dict[int, tuple[KeyBo
     raise problem
 
 
-REDACTED = "not told: the checkpoints here are sealed"
+REDACTED = "hidden: the checkpoints here are encrypted"
 
 
 def redact_mark(name: str, data: bytes) -> bytes:
@@ -303,7 +303,7 @@ def redact_mark(name: str, data: bytes) -> bytes:
         return Rejected(by=rejected.by, reasons=(REDACTED,)).encode()
     if layout.parse_retired(name) is not None:
         return Retired(by=Retired.decode(data, what=name).by, reason=REDACTED).encode()
-    raise NotFound(f"{name}: it has no checkpoint that can be opened")
+    raise NotFound(f"{name}: none of its checkpoints can be decrypted")
 
 
 def redact_sidecar(name: str, data: bytes) -> bytes:

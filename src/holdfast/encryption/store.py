@@ -163,7 +163,7 @@ class SealedStore(WrappedStore):
             try:
                 try_key(key, self._suite)
             except (KeyUnavailable, Tampered) as error:
-                yield f"{key.name} does not open what it wraps: {error}"
+                yield f"{key.name} cannot decrypt what it encrypted: {error}"
 
     # Operations
 
@@ -403,8 +403,8 @@ class SealedStore(WrappedStore):
             return contents.manifest, contents
         if isinstance(register, Manifest) and not self._encryption.accept_plain:
             raise NotSealed(
-                f"{what}: this checkpoint is not sealed, so it may be forged. If it is your own, "
-                "pass Encryption(accept_plain=True), or --accept-plain"
+                f"{what}: this checkpoint is not encrypted, so it may be forged. If it is your "
+                "own, pass Encryption(accept_plain=True), or --accept-plain"
             )
         return data, None
 
@@ -441,7 +441,7 @@ class SealedStore(WrappedStore):
         """Wrap the data key of an encrypted checkpoint for the current encryption keys."""
         contents = self._contents(folder)
         if contents is None:
-            raise NotFound(f"{self.url}/{folder}: no sealed checkpoint")
+            raise NotFound(f"{self.url}/{folder}: no encrypted checkpoint")
         return wrapped(self._encryption.sealing, contents.data_key, contents.suite)
 
     # Names
@@ -534,7 +534,7 @@ class SealedStore(WrappedStore):
         known = Catalog(self.inner).marks(folder).notes
         if not {*notes.tags} <= {*known.tags} or str(notes.metrics) != str(known.metrics):
             raise NotSealed(
-                f"{self.url}/{folder}: it was saved before the run was sealed, so new tags and "
+                f"{self.url}/{folder}: it was saved before the run was encrypted, so new tags and "
                 "metrics would be in plain text. Pin it, or save a new checkpoint and tag that"
             )
 
@@ -548,7 +548,7 @@ class SealedStore(WrappedStore):
         if is_mark(data):
             return decode_mark(contents, stored, data, what=f"{self.url}/{key}")
         if layout.parse_notes(name) is not None:
-            raise Tampered(f"{self.url}/{key}: not sealed, but its checkpoint is")
+            raise Tampered(f"{self.url}/{key}: not encrypted, but its checkpoint is")
         return data  # a mark is valid by its name alone, whoever put it
 
     def _decrypt_document(self, key: str, *, afresh: bool = False) -> bytes | None:
@@ -583,7 +583,7 @@ class SealedStore(WrappedStore):
         attempt = self._attempt(folder)
         with self._lock:
             if name in attempt.seals or folder in self._opened:
-                raise AlreadyExists(f"{self.url}/{folder}/{name}: it is there, or was begun")
+                raise AlreadyExists(f"{self.url}/{folder}/{name}: it exists, or is being written")
             seal = attempt.seals[name] = new_file_seal(next(attempt.numbers), nbytes)
         return attempt, seal
 

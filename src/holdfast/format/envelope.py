@@ -165,7 +165,7 @@ def decode_visible(data: Buffer, *, what: str) -> Visible:
     visible = strictjson.convert(members, Visible, what=what)
     for name in visible.files:
         if not layout.is_stored_name(name):
-            raise FormatError(f"{what}: a sealed checkpoint has no file named {name[:80]!r}")
+            raise FormatError(f"{what}: an encrypted checkpoint has no file named {name[:80]!r}")
     try:
         layout.check_label(visible.label)
     except HoldfastError as error:
@@ -179,14 +179,14 @@ def open_sealed(data: bytes, visible: Visible, data_key: bytes, *, what: str) ->
     plain = _open_document(SEALED, data, visible.salt, suite=suite, data_key=data_key, what=what)
     table, newline, document = plain.partition(b"\n")
     if not newline:
-        raise FormatError(f"{what}: no manifest was sealed in it")
+        raise FormatError(f"{what}: it holds no encrypted manifest")
     files = _decode_files(table, visible, what=what)
     manifest = decode_register(document, what=what)
     if not isinstance(manifest, Manifest):
-        raise FormatError(f"{what}: what was sealed in it is no manifest")
+        raise FormatError(f"{what}: its decrypted content is not a manifest")
     for name in ("save_id", "label", "epoch", "sequence", "created"):
         if getattr(manifest, name) != getattr(visible, name):
-            raise Tampered(f"{what}: `{name}` differs from the sealed value")
+            raise Tampered(f"{what}: `{name}` differs from the encrypted value")
     return Contents(
         document=data,
         visible=visible,
@@ -222,7 +222,7 @@ def check_mark(data: Buffer, name: str, *, what: str) -> str:
     """Check an encrypted sidecar as far as possible without a key; return its salt."""
     members = strictjson.decode_checked(data, what=what, kinds=(MARK,), max_nbytes=MAX_MARK_NBYTES)
     if members.get("name") != name:
-        raise Tampered(f"{what}: it was sealed under another name")
+        raise Tampered(f"{what}: it was encrypted under another name")
     return strictjson.convert(members.get("salt"), Hex256, what=what)
 
 
@@ -249,7 +249,7 @@ def decode_box(data: Buffer, *, what: str) -> KeyBox:
     )
     if box.stretching_kib > MAX_STRETCHING_KIB:
         raise LimitExceeded(
-            f"{what}: its passphrases take more memory and time than any honest ones"
+            f"{what}: its passphrases need more memory and time than Holdfast allows"
         )
     return box
 
@@ -291,7 +291,7 @@ def _decode_files(table: bytes, visible: Visible, *, what: str) -> dict[str, Fil
     files = strictjson.convert(value, dict[str, FileSeal], what=what)
     stored = [seal.name for seal in files.values()]
     if len({*stored}) != len(stored) or {*stored} != {*visible.files}:
-        raise FormatError(f"{what}: the sealed list names other files than are stored")
+        raise FormatError(f"{what}: the encrypted list and the stored files differ")
     for name, seal in files.items():
         layout.check_file_name(name)
         try:
@@ -300,7 +300,7 @@ def _decode_files(table: bytes, visible: Visible, *, what: str) -> dict[str, Fil
             raise FormatError(f"{what}: {error}") from error
         if visible.files[seal.name].nbytes != expected:
             raise FormatError(
-                f"{what}: {seal.name} is stored with another length than its sealed entry says"
+                f"{what}: {seal.name} has a stored length that differs from its encrypted entry"
             )
     return files
 

@@ -520,11 +520,11 @@ def check_file_lists(
         own = [layout.tree_file(name), *(layout.tensor_file(name, number) for number in numbers)]
         tree, *tensors = (names.get(plain, plain) for plain in own)
         if of_component != tensors:
-            raise FormatError(f"{what}: component {name!r} has other files than its own")
+            raise FormatError(f"{what}: component {name!r} lists files that are not its own")
         listed |= {tree, *tensors}
     if listed != expected:
         odd = min(listed ^ expected)
-        raise FormatError(f"{what}: lists other files than the manifest ({odd[:200]!r})")
+        raise FormatError(f"{what}: does not list the same files as the manifest ({odd[:200]!r})")
 
 
 def decode_blocks(
@@ -532,7 +532,7 @@ def decode_blocks(
 ) -> dict[str, bytes]:
     """Decode the block digests of all `files`, which must be those of the manifest."""
     if texts.keys() != files.keys():
-        raise FormatError(f"{what}: `blocks` lists other files than the manifest")
+        raise FormatError(f"{what}: `blocks` and the manifest list different files")
     decoded: dict[str, bytes] = {}
     for name, text in texts.items():
         num_blocks = block_digests.num_blocks(files[name].nbytes, block_nbytes)
@@ -558,7 +558,7 @@ def decode_stored(
     """Decode the stored blocks of the compressed of `files`; check their numbers and lengths."""
     entries = {name: entry.stored for name, entry in files.items() if entry.stored is not None}
     if found.keys() != entries.keys():
-        raise FormatError(f"{what}: `stored` lists other files than the manifest")
+        raise FormatError(f"{what}: `stored` and the manifest list different files")
     decoded: dict[str, StoredBlocks] = {}
     for name, columns in found.items():
         nbytes, num_blocks = files[name].nbytes, len(columns.nbytes)
@@ -683,7 +683,7 @@ def check_places(places: Places, lengths: Column, *, what: str) -> None:
     outside = (places.start > lengths) | (places.nbytes > lengths - places.start)
     if outside.any():
         name, start = _first_wrong(places, outside)
-        raise FormatError(f"{what}: a shard from byte {start:,} on ends behind the end of {name}")
+        raise FormatError(f"{what}: the shard at byte {start:,} ends beyond the end of {name}")
     stop = places.start + places.nbytes
     shared = places.start < layout.DATA_ALIGNMENT
     shared[1:] |= (places.file[1:] == places.file[:-1]) & (places.start[1:] < stop[:-1])

@@ -379,7 +379,7 @@ class _Grids:
             if any(cut >= len(root.cuts) for cut in grid.cuts):
                 raise FormatError(f"{what}: a cut that does not exist")
             if math.prod(len(root.cuts[cut]) + 1 for cut in grid.cuts) != len(grid.files):
-                raise FormatError(f"{what}: a grid has another number of files than of boxes")
+                raise FormatError(f"{what}: a grid has different numbers of files and boxes")
         self.begins = Ragged.from_lists([[0, *cut] for cut in root.cuts])
         """First element of each interval of each cut."""
         self.cuts = Ragged.from_lists([grid.cuts for grid in root.grids])
@@ -448,7 +448,7 @@ class PartedTable(TensorTable):
         grid, cuts, files = self._grid, self._grids.cuts, self._grids.files
         num_dims = np.diff(self._shapes.first)
         wrong = cuts.first[grid + 1] - cuts.first[grid] != num_dims
-        self._expect_none(wrong, f"{what}: a grid of another number of dimensions")
+        self._expect_none(wrong, f"{what}: a grid with a different number of dimensions")
         begins, of_dims = self._grids.begins, cuts.select_ragged(grid).values
         last = begins.values[begins.first[of_dims + 1] - 1]
         tensor = np.repeat(np.arange(len(grid)), num_dims)

@@ -347,8 +347,8 @@ def decode_register(data: Buffer, *, what: str) -> Manifest | Aborted | Deleted:
     )
     if members["kind"] == strictjson.SEALED:
         raise MissingKey(
-            f"{what}: this checkpoint is sealed, and no key was given "
-            "(`encrypt=` in Python, `holdfast --key-file` and its like)"
+            f"{what}: this checkpoint is encrypted, and no key was given (`encrypt=` in Python, or "
+            "an option such as `holdfast --key-file`)"
         )
     if members["kind"] == "aborted":
         return strictjson.convert(members, Aborted, what=what)
@@ -388,7 +388,7 @@ def _check_manifest(manifest: Manifest, *, what: str) -> None:
         numbers = range(len(component.files) - 1)
         expected += [layout.tensor_file(name, number) for number in numbers]
         if [*map(layout.plain_file, component.files)] != expected:
-            raise FormatError(f"{what}: component {name!r} has other files than its own")
+            raise FormatError(f"{what}: component {name!r} lists files that are not its own")
     of_components = {name for entry in manifest.components.values() for name in entry.files}
     num_parts = sum(layout.parse_part(name) is not None for name in manifest.files)
     of_index = {layout.INDEX, *map(layout.part_name, range(1, num_parts + 1))}
@@ -414,7 +414,7 @@ def _check_files(manifest: Manifest, expected: set[str], *, what: str) -> None:
     for name, entry in manifest.files.items():
         plain, stored = layout.plain_file(name), entry.stored
         if name != (plain if stored is None else layout.stored_file(plain, stored.codec)):
-            raise FormatError(f"{what}: {name} is not the name of a file that is stored so")
+            raise FormatError(f"{what}: {name} is not the name of a file stored in this form")
         if stored is not None and manifest.block_nbytes > MAX_STORED_BLOCK_NBYTES:
             raise FormatError(f"{what}: {name} has blocks that are too long to be decoded")
         most = MAX_INDEX_NBYTES if layout.is_index_name(plain) else MAX_TREE_NBYTES

@@ -94,7 +94,7 @@ class TreeDocument:
         try:
             strictjson.check_limits(data, what="", **_LIMITS)
         except LimitExceeded as err:
-            advice = "large data belongs into tensors or arrays"
+            advice = "large data belongs in tensors or arrays"
             raise UnsupportedState([("the tree", f"{err}; {advice}")]) from err
 
 
@@ -649,7 +649,7 @@ def _unsupported_reason(value: Any) -> str:
     name = type_name(type(value))
     for base in (*_CONTAINERS, str, bytes, int, float):
         if isinstance(value, base):
-            return f"{name} is a subclass of {base.__name__}, and would come back as one"
+            return f"{name} is a subclass of {base.__name__}, and would be loaded as one"
     return f"{name} is not a type that can be saved"
 
 

@@ -329,7 +329,8 @@ def check_version(document: Any, *, what: str) -> None:
     if version != FORMAT_VERSION:
         shown = version if abs(version) < 10**9 else "very large"
         raise UnsupportedVersion(
-            f"{what}: has version {shown}, and this Holdfast reads {FORMAT_VERSION}; upgrade it"
+            f"{what}: has version {shown}, but this Holdfast reads {FORMAT_VERSION}; upgrade "
+            "Holdfast"
         )
     requires = convert(document.get("requires", []), list[str], what=what)
     unknown = [name[:80] for name in requires if name not in KNOWN_REQUIREMENTS]

@@ -93,7 +93,7 @@ class Cipher:
         except InvalidTag as error:
             # The library has written unauthenticated bytes into it.
             out[:] = bytes(out.nbytes)
-            raise Tampered(f"{what}: these are not the bytes that were sealed") from error
+            raise Tampered(f"{what}: these are not the bytes that were encrypted") from error
 
 
 def suite_named(name: str, *, what: str) -> Suite:
@@ -101,7 +101,7 @@ def suite_named(name: str, *, what: str) -> Suite:
     for known in get_args(SuiteName):
         if name == known:
             return Suite(name=known)
-    raise UnsupportedVersion(f"{what}: sealed with {name[:40]!r}, which this Holdfast lacks")
+    raise UnsupportedVersion(f"{what}: this version of Holdfast does not support {name[:40]!r}")
 
 
 def hkdf(secret: bytes, *, salt: bytes, info: bytes, nbytes: int, sm3: bool = False) -> bytes:
@@ -134,7 +134,7 @@ def cryptography_part(name: str) -> ModuleType:
         return import_module(f"cryptography.{name}")
     except ImportError as error:
         raise UsageError(
-            "sealed checkpoints need the library cryptography: "
+            "encrypted checkpoints need the package cryptography: "
             "pip install 'holdfast-torch[encrypt]'"
         ) from error
 
@@ -159,8 +159,8 @@ class _Sm4Gcm:
             self._context(self._modes.GCM(_ONCE)).encryptor()
         except cryptography_part("exceptions").UnsupportedAlgorithm as error:
             raise UsageError(
-                "suite='sm4-gcm': the installed cryptography has no SM4 in GCM; "
-                "take aes-256-gcm or chacha20-poly1305, or a build of it with SM4"
+                "suite='sm4-gcm': the installed cryptography has no SM4 in GCM; use aes-256-gcm "
+                "or chacha20-poly1305, or a build of it with SM4"
             ) from error
 
     def encrypt_into(self, nonce: bytes, data: Buffer, aad: bytes, out: memoryview) -> None:
@@ -190,7 +190,7 @@ def num_segments(nbytes: int) -> int:
 def tags_nbytes(nbytes: int) -> int:
     """Compute the length of all tags of a file: one for each segment, and the closing one."""
     if num_segments(nbytes) >= MAX_SEGMENTS:
-        raise LimitExceeded(f"a file of {nbytes:,} bytes cannot be sealed under one key")
+        raise LimitExceeded(f"a file of {nbytes:,} bytes cannot be encrypted under one key")
     return TAG_NBYTES * (num_segments(nbytes) + 1)
 
 

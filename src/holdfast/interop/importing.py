@@ -128,7 +128,7 @@ def plan_import(
         if name not in taken:
             taken[name] = _other(name, part, renamed, hints, notes)
     if (optimizer or parameters) and not any(is_torch_form(one.tree) for one in parts.values()):
-        raise UsageError("--optimizer, --parameters: no optimizer in torch's form is taken")
+        raise UsageError("--optimizer, --parameters: no torch optimizer is imported")
     in_order = {name: taken[name] for name in parts}
     return ImportPlan(source=source, taken=in_order, left_out=left, notes=notes)
 
@@ -191,9 +191,7 @@ def _other(
                 specs=_rename_specs(part, found.keys),
                 keys=found.keys,
             )
-        notes.append(
-            f"{component}: stored as it is, and no optimizer can be resumed from it: {found}"
-        )
+        notes.append(f"{component}: stored unchanged, so no optimizer can resume from it: {found}")
     keys = {ref.key: ref.key for ref in part.leaves.values()}
     return Taken(
         kind=_choose_kind(part), tree=part.tree, specs=_rename_specs(part, keys), keys=keys
@@ -272,7 +270,7 @@ def step_of(plan: ImportPlan, step: int | None) -> int:
     """Return the step that the checkpoint gets: the one asked for, or that of the source."""
     found = plan.source.step if step is None else step
     if found is None:
-        raise UsageError(f"{plan.source.url}: has no step; give one: --step N, or step=N")
+        raise UsageError(f"{plan.source.url}: has no step; pass one: --step N, or step=N")
     if not 0 <= found <= MAX_COUNT:
         raise UsageError(f"step={found}: must be at least 0 and at most {MAX_COUNT}")
     return found
@@ -349,7 +347,7 @@ def _expect_sealed(store: Store) -> None:
         return
     if newest is not None:
         raise NotSealed(
-            f"{store.url}/{newest.folder}: is not encrypted, and the import would be. Give no "
+            f"{store.url}/{newest.folder}: is not encrypted, and the import would be. Pass no "
             "keys, another root, or --accept-plain (accept_plain=True)"
         )
 

@@ -326,7 +326,7 @@ def olmo_layout(folder: Path, state: Mapping[str | int, Any], trainer: Any) -> C
         components["state"] = {**components.get("state", {}), "config": config}
     others = sorted(one.name for one in (folder / "train").glob("rank*.pt"))
     left_out = [
-        LeftOut(f"train/{name}", "another rank's; that of rank 0 is taken")
+        LeftOut(f"train/{name}", "another rank's; rank 0's is used")
         for name in others[:1000]
         if name != "rank0.pt"
     ]

@@ -77,7 +77,7 @@ def name_parameters(
     if name is None:
         return "its options do not tell which optimizer it is; say --optimizer AdamW, for example"
     if len(modules) != 1:
-        return f"{len(modules) or 'no'} models are taken, and it belongs to one"
+        return f"{len(modules) or 'no'} models are imported, and it belongs to one"
     [(module, model)] = modules.items()
     numbers = [number for group in groups for number in group["params"]]
     if len({*map(str, numbers)}) != len(numbers) or not {*state} <= {*numbers}:

@@ -96,8 +96,8 @@ class WrittenRoot:
             if loaded is not None and loaded != found:
                 self._emit(
                     "warning",
-                    f"{self.store.url}: the run goes on from {loaded.folder}, which was loaded; "
-                    "what was saved after it is left behind",
+                    f"{self.store.url}: the run continues from {loaded.folder}, which was loaded; "
+                    "later checkpoints are left behind",
                 )
                 yield Choice(point=loaded, is_rollback=True)
             else:
@@ -128,7 +128,7 @@ class WrittenRoot:
             attempt, is_alone = found
             if attempt.is_unclear:
                 self._owner.unclear.add(attempt.folder)
-            why = error or HoldfastError("DCP gave up the save: a rank failed")
+            why = error or HoldfastError("DCP abandoned the save, because a rank failed")
             clean_up(self.store, attempt, why, is_alone=is_alone)
 
     def release_run(self) -> None:

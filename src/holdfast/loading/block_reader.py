@@ -156,7 +156,7 @@ def decode_block(
     except CorruptData as error:
         return f"cannot be decoded: {error}"
     if verify and not is_block(plain, file.digests, number):
-        return "decodes to other bytes than were saved"
+        return "decodes to bytes that differ from those saved"
     return ""
 
 

@@ -664,7 +664,7 @@ class FollowingApplying(_RanksApplying):
         except (FormatError, StoreError) as error:
             raise _Unreadable(str(error)) from error
         if not isinstance(found, Manifest):
-            raise _Unreadable(f"{folder}: its register on this host is no manifest")
+            raise _Unreadable(f"{folder}: its manifest on this host is not valid")
         return found
 
     @override

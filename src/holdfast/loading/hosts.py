@@ -300,8 +300,8 @@ class HostRecords:
                 claims[key] = ""
         self._emit(
             "warning",
-            f"{names[host]} has other claims than this run from {epoch} on, and no save under "
-            "them: they are ignored",
+            f"{names[host]} has different claims from this run's from {epoch} on, without saves: "
+            "they are ignored",
         )
 
     def _explain_branches(self, epoch: int, hosts: Sequence[int]) -> str:
@@ -373,7 +373,7 @@ class HostRecords:
         is_bad_register = name == layout.MANIFEST and own.registers.get(folder) == "damaged"
         if (0, folder, name) in self._damaged or is_bad_register or own.claims.get(key) == "":
             self._store.put(key, data)
-            self._emit("mended", f"{key} was put right from another host", folder=folder)
+            self._emit("mended", f"{key} was repaired from another host", folder=folder)
             self._damaged.discard((0, folder, name))
         else:
             with suppress(CommitConflict):  # its own stays
@@ -480,7 +480,7 @@ class HostRecords:
             if file.stored is None:
                 digests = blocks.digest_blocks(data, entry.manifest.block_nbytes)
                 if blocks.file_digest(len(data), digests) != file.digest:
-                    raise CorruptData(f"{store.url}/{key}: it is not what was written")
+                    raise CorruptData(f"{store.url}/{key}: its bytes have changed")
         except (CorruptData, StoreError) as error:
             if is_damage(error):
                 self.note_damage([(0 if is_here else _REMOTE, entry.folder, name)])

@@ -73,7 +73,7 @@ class MissingComponentPolicy:
         for name in self.new:
             if name in stored and name not in gone:
                 raise UsageError(
-                    f"new: {where} holds {name!r}, so it is not new; take it out of `new`"
+                    f"new: {where} holds {name!r}, so it is not new; remove it from `new`"
                 )
         for name in self.without:
             if name not in stored:
@@ -115,7 +115,7 @@ def with_hint(error: MismatchError, manifest: Manifest) -> MismatchError:
         f"if {what}, pass {argument}={names!r} to resume or load"
         for what, argument, names in (
             ("the run gains these components", "new", new),
-            ("the run goes on without these components", "without", without),
+            ("the run continues without these components", "without", without),
         )
         if names
     ]

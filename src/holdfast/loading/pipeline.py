@@ -202,7 +202,7 @@ class ReadPipeline:
         for (file, number), memory in memories if self._verify else ():
             if not is_block(memory, self._files[file].digests, number):
                 where = f"{self._opened.folder}/{file}: block {number}"
-                return CorruptData(f"{where} has come from another rank with other bytes")
+                return CorruptData(f"{where} arrived from another rank with different bytes")
         return None
 
     def use_block(self, read: BlockRead, memory: memoryview) -> None:

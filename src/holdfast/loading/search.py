@@ -111,9 +111,8 @@ class Dropped(PassedOver):
     def __init__(self, message: str, *, folder: str, left: Collection[str]) -> None:
         super().__init__(message)
         self.way_on = (
-            f"load({folder!r}, components={[*left]}) loads what is left of the newest, to go on "
-            "in a root of its own; components that are not wanted any more may be left out of the "
-            "state"
+            f"load({folder!r}, components={[*left]}) loads the remaining components of the newest, "
+            "to continue in another root; remove components that you no longer want from the state"
         )
 
 
@@ -719,19 +718,19 @@ class Search:
         for one, other in self._reader.doubles:
             emit(
                 "warning",
-                f"{one} and {other} have one place in the order of this run, which is given once: "
-                "one of them was copied here. Move it out of the root",
+                f"{one} and {other} have the same place in the order of this run, so one of them "
+                "was copied here. Move it out of the root",
             )
         if self._walks:
             catalog, entry = self._reader.catalog, self.candidate.entry if self.candidate else None
             removed = catalog.removed_latest(entry)
             if removed:
-                way = f"goes on from {entry.folder}" if entry is not None else "begins afresh"
+                way = f"continues from {entry.folder}" if entry is not None else "starts over"
                 emit(
                     "warning",
-                    f"{catalog.store.url}/{removed} was committed and is not there any more: it "
-                    f"was moved, renamed or removed by hand. The run {way}; to go on from what is "
-                    "gone, put it back under its name first",
+                    f"{catalog.store.url}/{removed} was committed, but is missing: it was moved, "
+                    f"renamed or removed by hand. The run {way}; to continue from the missing one, "
+                    "put it back under its name first",
                     folder=removed,
                 )
         if self.candidate is not None and self.candidate.entry.manifest.unhealthy:
@@ -739,7 +738,7 @@ class Search:
             reasons = ", ".join(entry.manifest.unhealthy)
             emit(
                 "warning",
-                f"the run goes on from {entry.folder}, which is not healthy: {reasons}",
+                f"the run continues from {entry.folder}, which is not healthy: {reasons}",
                 folder=entry.folder,
             )
         unread = self._reader.catalog.unread
@@ -748,8 +747,8 @@ class Search:
             start = self.candidate.entry.folder if self.candidate is not None else "the beginning"
             emit(
                 "warning",
-                f"{key} is damaged or missing. If that process had resumed an older checkpoint by "
-                "name, the run stands there, and only later claims show it. It goes on from "
-                f"{start}; if that is wrong, resume the right one by name",
+                f"{key} is damaged or missing. If that process resumed an older checkpoint by "
+                f"name, only this record showed it. The run continues from {start}; if that is "
+                "wrong, resume the right one by name",
                 epoch=unread,
             )

@@ -254,7 +254,7 @@ def delete_as_planned(
             _record_deletions(store, claim, [(folder, asked.entry.step, reason)], emit)
     if not removal.is_done:
         who = removal.leases[0].who if removal.leases else ""
-        why = f"{who} reads it" if who else "it was pinned, tagged or deleted meanwhile"
+        why = f"{who} reads it" if who else "it has since been pinned, tagged or deleted"
         return why + _moved(asked)
     if removal.left:
         emit("warning", kept_of_others(store, folder, removal.left))
@@ -310,7 +310,7 @@ def _expect_nothing_new(store: Store, asked: DeletionPlan) -> None:
     if (fresh.tags, fresh.marks.pinned) != (asked.entry.tags, asked.entry.marks.pinned):
         raise NoCheckpoint(
             f"{store.url}/{asked.entry.folder}: its pin or tags have changed; nothing was "
-            "deleted. Give the command again"
+            "deleted. Run the command again"
         )
 
 
@@ -338,7 +338,7 @@ def _choose_after_delete(store: Store, asked: DeletionPlan, reason: str) -> Iter
         after = standing(store, without=folder)
         if (after.point.folder if after.point is not None else None) != expected:
             raise NoCheckpoint(
-                f"{store.url}: the run has continued; nothing was deleted. Give the command again"
+                f"{store.url}: the run has continued; nothing was deleted. Run the command again"
             )
         stands_on_it = choice.point is not None and choice.point.folder == folder
         if stands_on_it and not asked.components:
@@ -412,8 +412,8 @@ def examine_damaged(store: Store, folder: str) -> Damaged:
         )
     if isinstance(register, Manifest):
         raise UsageError(
-            f"{folder}: nothing was deleted, for its manifest is sound; `holdfast prune` deletes "
-            "by a rule"
+            f"{folder}: nothing was deleted, because its manifest is intact; `holdfast prune` "
+            "deletes by a rule"
         )
     what = "was deleted" if isinstance(register, Deleted) else "never became a checkpoint"
     raise UsageError(f"{folder}: it {what}; `holdfast gc` without --damaged removes what is left")
@@ -431,8 +431,8 @@ def _expect_its_own(store: Store, folder: str) -> None:
         name = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
         if str(name) != folder:
             raise UsageError(
-                f"{folder}: nothing was deleted, for its manifest is sound and belongs into a "
-                f"folder called {name}; rename it"
+                f"{folder}: nothing was deleted, because its manifest is intact and belongs in a "
+                f"folder named {name}; rename it"
             )
 
 
@@ -443,8 +443,8 @@ def expect_nothing_left_behind(catalog: Catalog, folder: str) -> None:
     if left:
         raise UsageError(
             f"{folder}: nothing was deleted. A rollback has left {left[0]} behind, and without "
-            "this folder nothing else is there, so the next resume would take that. First resume "
-            f"the folder to resume from, as in resume({left[0]!r})"
+            "this folder the next resume would use it. First resume the right folder, as in "
+            f"resume({left[0]!r})"
         )
 
 

@@ -56,7 +56,7 @@ from holdfast.root.catalog import Catalog
 from holdfast.root.documents import is_of_others, read_document
 from holdfast.store.base import Store
 
-NOTE = "sealed, and no key was given: compared as it is stored, not opened"
+NOTE = "encrypted, and no key was given: compared as stored, not decrypted"
 
 
 def scrub(store: Store, folder: str, *, progress: Progress | None = None) -> VerifyReport:
@@ -89,7 +89,7 @@ def _scrubbed(
     dropped = bool(_dropped(reader, names))
     problems, notes = [*_sidecars(reader, names)], [NOTE]
     if dropped:
-        notes.append("retention has dropped components of it, and which files these had is sealed")
+        notes.append("retention dropped components of it, and the list of their files is encrypted")
     total = sum(entry.nbytes for entry in visible.files.values())
     tally = CheckedBytes(folder, progress, total=total)
     problems += _check_files(reader, visible.files, tally, may_be_gone=dropped)
@@ -178,7 +178,7 @@ def _digests(
 def _sidecars(reader: FolderReader, names: tuple[str, ...]) -> Iterator[Problem]:
     boxes = [name for name in names if layout.parse_keys(name) is not None]
     if not boxes:
-        yield Problem(file=layout.keys_name(1), message="is missing: nothing opens this checkpoint")
+        yield Problem(file=layout.keys_name(1), message="is missing: this checkpoint is unreadable")
     for name in (*boxes, *filter(layout.is_sidecar, names)):
         check = _check_box if name in boxes else _check_sidecar
         yield from reader.problems(name, MAX_MARK_NBYTES, check)

@@ -156,7 +156,7 @@ def _find_open_uploads(store: Store, report: GcReport) -> tuple[AttemptName, ...
     try:
         folders = {key.partition("/")[0] for key in store.uploads()}
     except StoreError as error:
-        report.failed.append(("uploads", f"what broke off cannot be found: {error}"))
+        report.failed.append(("uploads", f"unfinished uploads cannot be listed: {error}"))
         return ()
     return tuple(filter(None, map(layout.parse_attempt, sorted(folders))))
 
@@ -253,7 +253,7 @@ def _visit(
         for key in _marks_of_dead(store, folder, register, judge.declared_dead):
             if not dry_run:
                 store.delete(key)
-            report.removed.append((key, "the mark of a deletion that its writer does not end"))
+            report.removed.append((key, "the mark of a deletion that its writer will not end"))
         return True
     if register is None and judge.is_live(name.epoch):
         report.kept.append((folder, f"writer {name.epoch} is alive"))
@@ -275,7 +275,7 @@ def _visit(
         if register is not None and len(there) == 1 and not (whole or has_uploads):
             report.bare.append(folder)
         elif left := remove_files(store, folder, whole=whole):
-            report.kept.append((folder, f"files of others are in it: {some_of(left)}"))
+            report.kept.append((folder, f"it contains other files: {some_of(left)}"))
             if register is None:
                 report.foreign.append(kept_of_others(store, folder, left))
             return True
@@ -307,7 +307,7 @@ def _marks_of_dead(
 def _drop_stale_record(store: Store, folder: str, ended: EndedAttempts, report: GcReport) -> None:
     """Remove the record of ended attempts if it lists a committed or a just removed folder."""
     if _may_be_committed(store, folder):
-        report.kept.append((folder, "committed, though it had ended: it was put back"))
+        report.kept.append((folder, "committed, although recorded as ended: it was restored"))
     elif not any(folder == removed for removed, _ in report.removed[-1:]):
         return
     ended.clear_records(store)
@@ -344,7 +344,7 @@ def _sweep_answers(
             if asker == "dead" or (asker == "unknown" and not _is_owned(store, judge, own_epoch)):
                 if not dry_run:
                     store.delete(key)
-                report.removed.append((key, "an answer for which nobody waits"))
+                report.removed.append((key, "an answer that nobody waits for"))
         except StoreError as error:
             report.failed.append((key, str(error)))
 

@@ -268,7 +268,7 @@ def _read_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
         yield f"reading back: {error}"
         return
     if found != expected:
-        yield f"reading back: other bytes than were put: {store.url}"
+        yield f"reading back returned different bytes from those written: {store.url}"
 
 
 def _race_refusals(store: Store, folder: str) -> Iterator[str]:
@@ -284,8 +284,7 @@ def _race_refusals(store: Store, folder: str) -> Iterator[str]:
             if won != 1:
                 yield (
                     f"{store.url}: {won} of {_RACERS} puts of one key at once, each only if it is "
-                    "absent, were told that they won: two writers would destroy each other's "
-                    "checkpoints here"
+                    "absent, succeeded: two writers would destroy each other's checkpoints here"
                 )
                 return
     except (StoreError, FormatError, DeadlineExceeded) as error:
@@ -327,7 +326,10 @@ def _range_refusals(store: Store, key: str, expected: bytes) -> Iterator[str]:
     middle = len(expected) // 2 - 3
     try:
         if store.get(key, middle, 100) != expected[middle : middle + 100]:
-            yield f"reading a part of a file: other bytes came than were asked for: {store.url}"
+            yield (
+                "reading a part of a file returned different bytes from those requested: "
+                f"{store.url}"
+            )
         store.get(key, len(expected) - 1, 2)
     except CorruptData:
         return
@@ -432,8 +434,8 @@ class FirstSaveChecks:
                 if not is_ours and f"{layout.WRITERS}/" in self._store.children(name):
                     self._emit(
                         "warning",
-                        f"{self._store.url}: no checkpoint is here, and {name!r} in it holds a "
-                        f"run: was {self._store.url}/{name} meant?",
+                        f"{self._store.url}: there is no checkpoint here, but {name!r} in it "
+                        f"holds a run: did you mean {self._store.url}/{name}?",
                     )
 
     def compare_clocks(self, standing: Entry | None) -> None:
@@ -445,8 +447,8 @@ class FirstSaveChecks:
             self._has_compared_clocks = True
             self._emit(
                 "warning",
-                f"the clock of this host says {now}, but {standing.folder} was saved at "
-                f"{standing.manifest.created}: one of them is wrong. Hourly() and Daily() go by "
+                f"the clock of this host shows {now}, but {standing.folder} was saved at "
+                f"{standing.manifest.created}: one of them is wrong. Hourly() and Daily() use "
                 "these times; nothing else does",
             )
 

@@ -25,7 +25,7 @@ Obstacle: TypeAlias = Literal[
 were dropped. `not opened`: encrypted for other keys, of a newer version, or not encrypted where
 that is refused."""
 Outcome: TypeAlias = Literal["taken", "passed over", "in reserve", "left behind"]
-_UNCOMMITTED = "a save under way, or what a killed one has left for gc"
+_UNCOMMITTED = "a save in progress, or the rest of a killed one, for gc"
 Check: TypeAlias = Callable[[str], str]
 """Reads a checkpoint in full and says what is wrong with it; empty if nothing is."""
 
@@ -50,7 +50,7 @@ def obstacle_of(store: Store, entry: Entry) -> tuple[Obstacle, str] | None:
     """Return why no run can resume from a checkpoint, by its manifest and marks; None: it can."""
     manifest = entry.manifest
     if is_being_deleted(store, entry.marks):
-        return "being deleted", "a writer began to delete it, and may still be at it"
+        return "being deleted", "a writer began to delete it, and may still be running"
     if manifest.lacks:
         return "part", f"saved without {', '.join(manifest.lacks)}"
     lost = dropped(store, entry.folder, manifest, entry.marks)
@@ -141,7 +141,7 @@ def _with_unhealthy(steps: list[Step], check: Check | None) -> list[Step]:
                 step,
                 outcome="taken" if is_taken else "passed over",
                 obstacle="damaged" if fault else "unhealthy",
-                why=fault or f"{step.why}; taken as nothing else can be used",
+                why=fault or f"{step.why}; used because no other can be",
                 is_verified=check is not None and is_taken,
             )
         found.append(step)
@@ -157,7 +157,7 @@ def _others(catalog: Catalog, known: set[str]) -> Iterator[Step]:
         if folder in known:
             continue
         if folder in found or folder in reasons:
-            why = reasons.get(folder, "the run went back, and goes on from an earlier one")
+            why = reasons.get(folder, "the run was rolled back to an earlier one")
             yield Step(folder=folder, entry=found.get(folder), outcome="left behind", why=why)
         elif catalog.read(folder) is None:
             yield Step(

@@ -237,7 +237,7 @@ class Deleter:
         entries, unread = catalog.survey(known=self._manifests)
         for folder, error in unread:
             if self._is_first_time(folder):
-                text = f"{folder} stays, whatever the rule says, because it cannot be read: {error}"
+                text = f"{folder} is kept, whatever the rule, because it cannot be read: {error}"
                 self.emit("warning", text, folder=folder)
         if self.incomplete:
             entries = tuple(map(self._reject_incomplete, entries))

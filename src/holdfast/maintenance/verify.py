@@ -503,7 +503,7 @@ class _Inspection:
             if len(tensors) != component.num_tensors:
                 self._problem(
                     layout.INDEX,
-                    f"other tensors of component {name} than the manifest counts",
+                    f"the number of tensors of component {name} differs from the manifest",
                     expected=str(component.num_tensors),
                     found=str(len(tensors)),
                 )

@@ -322,7 +322,7 @@ def again(read: Callable[[], T]) -> T:
 def transient_note(file: str, what: str = "it was") -> str:
     """Build the report's note on a file, or a part of it, that only a retry read correctly."""
     return (
-        f"{file}: {what} read wrongly once and rightly then: look after this machine's memory, "
+        f"{file}: {what} read incorrectly once, and then correctly: check this machine's memory, "
         "disk or network"
     )
 

@@ -171,11 +171,9 @@ def checked_tags(tags: Iterable[str]) -> tuple[str, ...]:
     for tag in checked:
         is_text = isinstance(tag, str) and tag.isprintable() and 0 < len(tag) <= 200
         if not is_text or any(map(str.isspace, tag)):
-            raise UsageError(
-                f"tags: {tag!r}: 1 to 200 characters that can be printed, and no blank"
-            )
+            raise UsageError(f"tags: {tag!r}: 1 to 200 printable characters, without blanks")
         if tag == "latest" or tag.startswith("step=") or layout.parse_attempt(tag) is not None:
-            raise UsageError(f"tags: {tag!r} would be taken for something else")
+            raise UsageError(f"tags: {tag!r} has another meaning as a name of a checkpoint")
     return checked
 
 
@@ -185,8 +183,8 @@ def checked_reasons(reasons: Any) -> tuple[str, ...]:
     if isinstance(given, list | tuple) and all(isinstance(reason, str) for reason in given):
         return tuple(map(escaped, given))
     raise UsageError(
-        f"before_save returned {reasons!r}: return a list of reasons, each a text, not to resume "
-        "from the state, or None"
+        f"before_save returned {reasons!r}: must be None or a list of texts, the reasons not to "
+        "resume from the state"
     )
 
 
@@ -228,7 +226,7 @@ def _expect_kept(store: Store, entry: Entry) -> None:
     # Marks first: a deleter that is done has removed its mark, but has put the tombstone before.
     being_deleted = is_being_deleted(store, Catalog(store).marks(entry.folder))
     if being_deleted or not isinstance(Catalog(store).read(entry.folder), Manifest):
-        raise NoCheckpoint(f"{store.url}/{entry.folder}: its deletion has begun; it is not kept")
+        raise NoCheckpoint(f"{store.url}/{entry.folder}: it is already being deleted")
     marks = Catalog(store).marks(entry.folder)
     before = dropped(store, entry.folder, entry.manifest, entry.marks)
     lost = set(dropped(store, entry.folder, entry.manifest, marks)).difference(before)

@@ -285,8 +285,8 @@ def epoch_after(catalog: Catalog, after: int, point: Reference | None) -> int | 
     if point is not None and point_epoch > newest:
         raise UsageError(
             f"{catalog.store.url}/{point.folder} was copied here from another run: its writer "
-            f"epoch {point_epoch} is later than all of this run ({newest}). Resume it in a root "
-            "of its own"
+            f"epoch {point_epoch} is later than any in this run ({newest}). Resume it in a "
+            "root of its own"
         )
     return newest + 1
 

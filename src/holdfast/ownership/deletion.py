@@ -44,7 +44,7 @@ class Removal:
 
 _NOT_REMOVED = Removal(is_done=False)
 _HIDES = (
-    "not written by Holdfast, and has the name of the record that a deletion begins with. The "
+    "not written by Holdfast, although it has the name of the record of a deletion. The "
     "checkpoint stays; move the file elsewhere"
 )
 
@@ -136,7 +136,7 @@ def _why_sound(store: Store, folder: str) -> str:
     except FormatError:
         return ""
     what = "its manifest" if isinstance(register, Manifest) else "that it is no checkpoint"
-    return f"{what} can be read by now"
+    return f"{what} can be read again"
 
 
 def thin(

@@ -292,7 +292,7 @@ class FoundLease:
     def who(self) -> str:
         """Text for messages that says which process holds the lease."""
         if self.lease is None:
-            return f"somebody whose lease {self.key} cannot be read"
+            return f"a process whose lease {self.key} cannot be read"
         process = self.lease.process
         return f"process {process.pid} on {process.host} (since {self.lease.created})"
 

@@ -247,8 +247,8 @@ class TieredOwnership(Ownership):
         self.catalog.cut_off = error
         self._emit(
             "warning",
-            f"{self._remote.url} cannot be reached, so that the run is claimed in the local tier "
-            f"only; uploads begin when it can be: {error}",
+            f"{self._remote.url} cannot be reached, so the run is claimed in the local tier only; "
+            f"uploads begin once it can be reached: {error}",
             tier="remote",
         )
 
@@ -394,7 +394,7 @@ def _repair(damaged: Store, sound: Store, epoch: int, emit: Emitter) -> bool:
         if not (document.startswith(left) or any(part in left for part in known)):
             return False
         damaged.put(layout.writer_key(epoch), document)
-        emit("mended", f"a claim was put right from {sound.url}: {error}", epoch=epoch)
+        emit("mended", f"a claim was repaired from {sound.url}: {error}", epoch=epoch)
         return True
     return False
 

@@ -45,12 +45,12 @@ def catalog_of(
     if isinstance(root, Tiered):
         local, remote = open_store(root.local), open_store(root.remote)
         if local is remote or local.url == remote.url:
-            raise UsageError(f"Tiered: local and remote are one place, {local.url}")
+            raise UsageError(f"Tiered: local and remote are the same place, {local.url}")
         for inner, outer in ((local, remote), (remote, local)):
             if inner.url.startswith(f"{outer.url}/"):
                 raise UsageError(f"Tiered: {inner.url} is inside of the other tier, {outer.url}")
         if sealed(local) is not None or sealed(remote) is not None:
-            raise UsageError("Tiered: pass the stores without a wrapper; encrypt= seals both")
+            raise UsageError("Tiered: pass the stores without a wrapper; encrypt= applies to both")
         local = sealing(local, encryption)
         return TieredCatalog(local, sealing(remote, encryption, twin=local), emit)
     return Catalog(sealing(open_store(root), encryption))
@@ -224,8 +224,7 @@ class TieredCatalog(Catalog):
             self.cut_off = error
             self._emit(
                 "warning",
-                f"{self.remote.store.url} cannot be read, so that only the local tier is looked "
-                f"at: {error}",
+                f"{self.remote.store.url} cannot be read, so only the local tier is used: {error}",
                 tier="remote",
             )
             return nothing

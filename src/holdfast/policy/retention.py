@@ -206,7 +206,7 @@ def _with_one_apart(
     newest = staying[0]
     for made in whole[whole.index(newest) + 1 :]:
         if not share_files(newest.entry.order, made.entry.order):
-            why = "the newest two that would stay have one file in common, and this one none"
+            why = "the two newest that would be kept share a file, and this one shares none"
             spared = replace(made, keep=True, drop=(), reason=why)
             return tuple(spared if other is made else other for other in decisions)
     return decisions
@@ -263,7 +263,7 @@ def _picks(newest_first: Sequence[Candidate], rule: Rule) -> dict[int, _Pick]:
     reasons_and_drops = [(others, _NOTHING)]
     for part, saver, drop in flat(rule):
         spared = {
-            position: f"{part} keeps all, as none has {lack}"
+            position: f"{part} keeps all, as no checkpoint has {lack}"
             for lack, positions in _lacking(part, saver, newest_first)
             for position in positions
         }
@@ -345,11 +345,11 @@ def _unpicked(entry: Candidate, kept: Sequence[_Order], why: str) -> Decision:
     if entry.retired:
         if any(order > entry.order for order in kept):
             return Decision(entry=entry, keep=False, reason="its deletion was begun")
-        return Decision(entry=entry, keep=True, reason="its deletion waits for something newer")
+        return Decision(entry=entry, keep=True, reason="its deletion waits for a newer checkpoint")
     if entry.rejected:
         if kept and min(kept) > entry.order:
-            return Decision(entry=entry, keep=False, reason="rejected, and all that stays is newer")
-        return Decision(entry=entry, keep=True, reason="rejected, stays to be looked at")
+            return Decision(entry=entry, keep=False, reason="rejected, and all kept are newer")
+        return Decision(entry=entry, keep=True, reason="rejected, kept for inspection")
     if not any(order >= entry.order for order in kept):
-        return Decision(entry=entry, keep=True, reason="nothing newer stays to resume from")
+        return Decision(entry=entry, keep=True, reason="no newer one is left to resume from")
     return Decision(entry=entry, keep=False, reason=why)

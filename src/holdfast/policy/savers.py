@@ -102,9 +102,9 @@ class SavePolicy:
         cooldown: str | Time | None = None,
     ) -> None:
         if permanent is None and ephemeral is None:
-            raise UsageError("SavePolicy: give permanent, ephemeral or both; else nothing is saved")
+            raise UsageError("SavePolicy: pass permanent, ephemeral or both; else nothing is saved")
         if cooldown is not None and ephemeral is None:
-            raise UsageError("SavePolicy: cooldown needs ephemeral saves: give ephemeral, too")
+            raise UsageError("SavePolicy: cooldown needs ephemeral saves: pass ephemeral, too")
         for name, given in (("permanent", permanent), ("ephemeral", ephemeral)):
             trigger = None if given is None else as_trigger(given, what=name)
             object.__setattr__(self, name, trigger)

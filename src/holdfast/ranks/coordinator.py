@@ -280,7 +280,7 @@ class Watch:
         """Warn of ranks that are late, with their names; without any, only set the next time."""
         self.next_s = max(self.next_s, waited_s) * GROWTH
         if self.begins is None:
-            self._warn_of(waited_s, late, ". Look whether it is stopped or busy")
+            self._warn_of(waited_s, late, ". Check whether it is stopped or busy")
         else:
             self._warn_of(
                 waited_s,
@@ -296,14 +296,14 @@ class Watch:
     def tell_silent(self, waited_s: float, silent: Mapping[int, str]) -> None:
         """Warn once of ranks that show no sign of life, with their names."""
         fresh = {rank: name for rank, name in silent.items() if rank not in self._told}
-        self._warn_of(waited_s, fresh, ". Look whether it is stopped or lost")
+        self._warn_of(waited_s, fresh, ". Check whether it is stopped or lost")
 
     def _warn_of(self, waited_s: float, late: Mapping[int, str], advice: str) -> None:
         self._told.update(late)
         if late:
             names = some_of([*late.values()])
             self._warn(
-                f"{self._call}: waiting for {waited_s:.0f} s, as nothing has come from "
+                f"{self._call}: waiting for {waited_s:.0f} s, as no message has arrived from "
                 f"{names}{advice}"
             )
 

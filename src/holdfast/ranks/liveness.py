@@ -130,7 +130,7 @@ class RankConnections(ABC):
                 self._connected.clear()
                 self._ends.clear()
                 self.problem = describe_problem(
-                    f"{self._name} watches its connections no more: {error}"
+                    f"{self._name} no longer watches its connections: {error}"
                 )
                 self._wait_for_stop(None)
         self.close_sockets()

@@ -112,7 +112,7 @@ def get_announcement(store: GroupStore, name: str, rank: int) -> bytes | RankFai
     own = _name_of_rank(name, rank)
     found = take_present(store, [own])
     if own not in found:
-        raise Disconnected(f"{name}: this rank came too late, and the leader has deleted it")
+        raise Disconnected(f"{name}: this rank was too late: the leader has already deleted it")
     return found[own]
 
 
@@ -268,7 +268,7 @@ class CallThreads:
                 try:
                     self._start_thread()
                 except RuntimeError as error:
-                    raise Disconnected(f"no thread to speak to other ranks in: {error}") from error
+                    raise Disconnected(f"no thread for messages to ranks: {error}") from error
             self._idle.pop().put(call)
             if not self._idle and self._is_open:
                 with suppress(RuntimeError):  # the next call may find another one

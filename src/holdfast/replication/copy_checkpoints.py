@@ -123,7 +123,7 @@ def _planned(source: Store, target: Store, folder: str) -> PlannedCopy:
         raise NoCheckpoint(f"{where}: not committed, or deleted")
     own = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
     if name is None or name != own:
-        raise UsageError(f"{where}: this folder was renamed from {own}; name it so to copy it")
+        raise UsageError(f"{where}: this folder was renamed from {own}; rename it back to copy it")
     if dropped := Catalog(source).marks(folder).thinned:
         raise UsageError(
             f"{where}: {', '.join(dropped)} was dropped from it, and only whole checkpoints are "

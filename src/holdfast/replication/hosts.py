@@ -492,7 +492,7 @@ class HostUploads(UploadThread):
         if not text:
             return ""
         return (
-            f"{self._remote.url}: this host's files were not sent, of {text}. They are in "
+            f"{self._remote.url}: this host's files of {text} were not sent. They are in "
             f"{self._local.url}; run the program again on this host to upload them"
         )
 
@@ -553,7 +553,7 @@ class HostUploads(UploadThread):
         entry = None if name is None else Catalog(self._local).entry(name)
         if entry is None:
             self._sent.add(folder)
-            text = f"{folder}: {self._local.url} has no manifest, so nothing of it is sent from it"
+            text = f"{folder}: {self._local.url} has no manifest, so none of it is sent from there"
             self._emit_remote("warning", text, folder=folder)
             return
         self._note(entry, "sending")

@@ -222,8 +222,9 @@ class Mirror(UploadThread):
             self._emit(
                 "warning",
                 f"whether {some_of(self._undecided)} was committed is recorded on the disk of a "
-                "host that takes no part. To use it, start the run again with that host before "
-                "the next save. Its files stay until a session resumes from a newer checkpoint",
+                "host that is not in this run. To use it, start the run again with that host "
+                "before the next save. Its files stay until a session resumes from a newer "
+                "checkpoint",
             )
 
     def _find_incomplete(self, hosts: HostOrders) -> dict[str, str]:
@@ -538,7 +539,7 @@ class Mirror(UploadThread):
                 continue
             self._catalog.turned.discard(folder)
             if files:
-                text = f"mended {', '.join(files)} of {folder} from {self._remote.url}"
+                text = f"repaired {', '.join(files)} of {folder} from {self._remote.url}"
                 self._emit("mended", text, folder=folder, files=files)
 
     # Failures
@@ -685,7 +686,7 @@ def _expect_same(listing: Listing, folder: str, *, where: str) -> None:
     """Raise `CorruptData` if the manifest in a folder is that of another checkpoint."""
     name = layout.attempt_name(listing.label, listing.epoch, listing.sequence, listing.save_id)
     if str(name) != folder:
-        raise CorruptData(f"{where}/{folder}: the manifest there is of {name}")
+        raise CorruptData(f"{where}/{folder}: the manifest there belongs to {name}")
 
 
 def _mend_keys(local: Store, remote: Store, folder: str, listing: Listing, epoch: int) -> list[str]:

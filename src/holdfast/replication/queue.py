@@ -204,7 +204,7 @@ class UploadQueue:
             is_ours = claim is not None and entry.name.epoch == claim.epoch
             # A past upload is no proof: the remote copy may have lost files since.
             if not self.is_sure or not (self.has_seen or is_ours):
-                return f"what {self._where} has is not known yet"
+                return f"the content of {self._where} is not known yet"
             if entry.folder in self._waiting or entry.folder == self.sending:
                 return f"it waits for its upload to {self._where}"
             if not {*entry.marks.notes.metrics} <= self.sent_metrics.get(entry.folder, set()):

@@ -209,8 +209,8 @@ class Sender:
             raise NoCheckpoint(f"{where}: it was deleted")
         if isinstance(listing, Manifest) and sealed(self._verifying_local) is not None:
             raise NotSealed(
-                f"{where}: saved before the run was encrypted, so it is not uploaded, "
-                "which would be in clear"
+                f"{where}: saved before the run was encrypted, so it is not uploaded, as the "
+                "upload would not be encrypted"
             )
         return data, listing
 
@@ -327,8 +327,8 @@ class Sender:
                 self._send_missing(folder, listing, left & copies, pieces_of_file)
             elif quiet_s >= HOSTS_QUIET_S:
                 raise damage or TransientStoreError(
-                    f"{self._remote.url}/{folder}: nothing came for {time_limit(HOSTS_QUIET_S)}; "
-                    f"it lacks {describe_files(listing, left)}"
+                    f"{self._remote.url}/{folder}: no files arrived for "
+                    f"{time_limit(HOSTS_QUIET_S)}; it lacks {describe_files(listing, left)}"
                 )
             elif self.background.sleep(pause_s):
                 self._check_interrupt(folder)
@@ -375,7 +375,8 @@ class Sender:
             self._add_cost()
             if self._remote.get(key) != data:
                 raise StoreError(
-                    f"{self._remote.url}/{key}: read back, these are not the keys that were sent"
+                    f"{self._remote.url}/{key}: reading back returned different keys from those "
+                    "sent"
                 )
 
     def _remote_sizes(self, folder: str) -> dict[str, int]:
@@ -438,8 +439,8 @@ class Sender:
             with suppress(AlreadyExists) if replaced_under is None else nullcontext():
                 if not self._remote.link(aside, key):
                     raise UnsupportedStore(
-                        f"{self._remote.url}/{aside}: cannot be given its name {key}; without two "
-                        "names for a file, a half-sent one could be taken for whole"
+                        f"{self._remote.url}/{aside}: cannot be given its name {key}; without a "
+                        "second name, a partly sent file could be mistaken for a complete one"
                     )
         finally:
             with suppress(StoreError):  # gc removes it
@@ -533,7 +534,7 @@ class Sender:
     def _check_interrupt(self, key: str, *, done: str = "sent to its end") -> None:
         """Raise `UploadInterrupted` if the threads are to stop; `key` names what is not `done`."""
         if self.background.is_stopping:
-            raise UploadInterrupted(f"{key}: not {done}, for the process is closing")
+            raise UploadInterrupted(f"{key}: not {done}, because the process is closing")
 
     def _upload_object(self, key: str, data: bytes) -> None:
         self._check_interrupt(key, done="sent")

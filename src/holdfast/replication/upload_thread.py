@@ -137,7 +137,7 @@ class UploadThread(UploadQueries):
         with self._locked(timeout_s):
             if not self._changed.wait_for(self._is_settled, max(end - time.monotonic(), 0)):
                 raise DeadlineExceeded(
-                    f"{self._remote.url}: not all was sent after {time_limit(timeout_s)}: "
+                    f"{self._remote.url}: not everything was sent after {time_limit(timeout_s)}: "
                     f"{self._describe_queue()}"
                 ) from self._failures.last
             job = self._job
@@ -207,7 +207,7 @@ class UploadThread(UploadQueries):
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         if not self._background.stop(jobs, timeout_s=limit_s):
             raise DeadlineExceeded(
-                f"{self._remote.url}: an upload does not end after {time_limit(limit_s)}"
+                f"{self._remote.url}: an upload has not ended after {time_limit(limit_s)}"
             )
 
     @property
@@ -311,4 +311,4 @@ class UploadThread(UploadQueries):
         with self._changed:
             self._failures.lost = error
             self._changed.notify_all()
-        self._emit_remote("upload_failed", f"nothing is sent any more: {error}")
+        self._emit_remote("upload_failed", f"no more files are sent: {error}")

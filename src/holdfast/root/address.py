@@ -61,7 +61,7 @@ def make_which_error(source: str | os.PathLike[str], which: int | str) -> UsageE
     if not at or "/" in named or os.path.isdir(text):
         root = text
     asked = f"step={which}" if isinstance(which, int) else which
-    return UsageError(f"which={which!r}: of a path or a URL, write {f'{root}@{asked}'!r}")
+    return UsageError(f"which={which!r}: with a path or a URL, write {f'{root}@{asked}'!r}")
 
 
 def expect_root(path: str) -> None:

@@ -498,9 +498,9 @@ class Catalog:
             for entry in self.checkpoints()
         ]
         raise NoUsableCheckpoint(
-            f"{self.store.url}: the run was rolled back to {self.vanished} by name, and that is "
-            "not there any more: it was moved, renamed or deleted. Nothing was changed. Put it "
-            "back, or choose another one with resume(…):\n" + listing(lines)
+            f"{self.store.url}: the run was rolled back to {self.vanished} by name, and it is "
+            "missing now: it was moved, renamed or deleted. Nothing was changed. Put it back, or "
+            "choose another one with resume(…):\n" + listing(lines)
         )
 
     def head(self) -> Entry | None:
@@ -763,8 +763,8 @@ class Catalog:
                 if entry is not None:
                     older = f"for the one before it, name {entry.folder} or step={entry.step}"
                 raise CorruptData(
-                    f"the newest checkpoint cannot be read: {error}. Only resume() passes over "
-                    f"it; {older}"
+                    f"the newest checkpoint cannot be read: {error}. Only resume() skips it; "
+                    f"{older}"
                 ) from error
 
     def _expect_all_opened(self) -> None:
@@ -777,8 +777,8 @@ class Catalog:
         entries, unread = self.survey()
         lines = [f"{entry.folder} (step {entry.step})" for entry in entries]
         for folder, error in unread:
-            what = "sealed for others" if isinstance(error, SealError) else "manifest damaged"
-            lines.append(f"{folder} ({'not sealed' if isinstance(error, NotSealed) else what})")
+            what = "encrypted for others" if isinstance(error, SealError) else "manifest damaged"
+            lines.append(f"{folder} ({'not encrypted' if isinstance(error, NotSealed) else what})")
         if not lines:
             return f"{self.store.url}: no checkpoints"
         # The lineage has none of that name.
@@ -787,7 +787,7 @@ class Catalog:
             return (
                 f"{self.store.url}: no checkpoint for {wanted!r} in this run as it is now: "
                 f"{left[0].folder} was left behind by a rollback, when the run resumed from an "
-                "earlier one. To mean it, name that folder"
+                "earlier one. To use it, pass the name of that folder"
             )
         return (
             f"{self.store.url}: no checkpoint for {wanted!r} in this run. There are:\n"

@@ -120,7 +120,7 @@ def _may_have_committed(store: Store, attempt: SaveAttempt, error: StoreError) -
     except StoreError:
         return True
     raise OutcomeUnknown(
-        f"{store.url}/{attempt.manifest_key}: it is there, though its put was refused: {error}"
+        f"{store.url}/{attempt.manifest_key}: it exists, although its put was refused: {error}"
     ) from error
 
 
@@ -265,7 +265,7 @@ def abort_for_silent_leader(store: Store, attempt: SaveAttempt, *, by: str, reas
             committed = True
         except StoreError as error:
             raise OutcomeUnknown(
-                f"{store.url}/{attempt.manifest_key}: taken, and cannot be read: {error}"
+                f"{store.url}/{attempt.manifest_key}: the key is taken, but cannot be read: {error}"
             ) from error
         else:
             committed = isinstance(register, Manifest | Deleted)

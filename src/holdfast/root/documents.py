@@ -186,7 +186,7 @@ def others_in(store: Store) -> str:
     ]
     if not names:
         return ""
-    return f"{store.url}: {some_of(names)}: not of this run, and left alone"
+    return f"{store.url}: {some_of(names)}: not part of this run, so left alone"
 
 
 _OWN = layout.FOLDERS | {layout.LATEST, layout.LOG}

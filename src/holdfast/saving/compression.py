@@ -323,7 +323,7 @@ class Compressing:
         try:
             self._chooser.record_save(*self._written, self.store)
         except Exception as error:  # noqa: BLE001 - it is logged, and the commit stands
-            self._emit("warning", f"what was to be chosen for compression was not: {error!r}")
+            self._emit("warning", f"compression could not be chosen: {error!r}")
         self._written = None
 
     def _get_compression(self, component: str) -> Compression | None:

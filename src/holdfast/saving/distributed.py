@@ -810,7 +810,7 @@ class LeadingSave(_RanksSave):
             return False
         if known is None and len(new) < len(shares):
             lacking = next(r for r, share in enumerate(shares) if isinstance(share, Unchanged))
-            why = "it goes by a plan that the leader does not have; its next save sends all"
+            why = "it uses a plan that the leader does not have; its next save sends all"
             raise RanksFailed(self._name, {lacking: RankFailure(SavePhase.SHARING, why)})
         whole = [
             _without_call(share) if isinstance(share, Share) else (known or [])[rank]
@@ -1060,7 +1060,7 @@ class FollowingSave(_RanksSave):
             raise
         if error is not None:
             raise OutcomeUnknown(
-                f"{attempt.folder}: rank {self._ranks.rank} has not heard the outcome of the save, "
+                f"{attempt.folder}: rank {self._ranks.rank} does not know the outcome of the save, "
                 f"and cannot read the leader's disk on {hosts.names[0]}: {error}. The next resume "
                 "uses the checkpoint if it is there"
             ) from error

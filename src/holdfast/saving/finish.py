@@ -126,7 +126,7 @@ def _saves_in(folder: SharedFolder, say: Say) -> list[list[DeadRank]]:
         except FileNotFoundError:
             continue  # its process has withdrawn it
         except CorruptData as error:
-            say(f"a staged save is given up: {error}")
+            say(f"a staged save is abandoned: {error}")
             own.settle()
             continue
         step, claim = record.request.timestamp.step, record.request.claim

@@ -233,11 +233,11 @@ class Links:
         try:
             fault = self._find_fault(origin, digests)
         except HoldfastError as error:
-            self._emit("warning", f"{where} cannot be read, and is written anew: {error}")
+            self._emit("warning", f"{where} cannot be read, so it is rewritten: {error}")
             return False
         if fault:
             self._emit(
-                "warning", f"{where}: {fault}; the file is written anew. That checkpoint is damaged"
+                "warning", f"{where}: {fault}; the file is rewritten. That checkpoint is damaged"
             )
         return not fault
 

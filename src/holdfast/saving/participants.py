@@ -108,7 +108,7 @@ class SaveParticipant:
         """Tell the leader what this rank holds. In the training thread."""
         parts = captured.components.values()
         partial = [
-            (f"{part.name}.{key}", "this process holds a part of it, and was told of no others")
+            (f"{part.name}.{key}", "this process holds only a part of it, and knows of no others")
             for part in parts
             for key, held in part.shards.items()
             if held.local_shape != held.shape

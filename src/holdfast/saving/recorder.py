@@ -240,7 +240,7 @@ class HistoryRecorder:
         except Exception as error:  # noqa: BLE001 - invariant 8
             self._emit(
                 "housekeeping_failed",
-                f"the history of metrics was not written, and is tried again: {error!r}",
+                f"the history of metrics was not written, and will be tried again: {error!r}",
             )
         self._num_left = len(self._rows)
 

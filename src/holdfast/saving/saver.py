@@ -360,7 +360,7 @@ class SaveTask:
             }
         except Exception as error:  # noqa: BLE001 - it is logged, and the commit stands
             self._saver.stager.discard_failed(self._staged)
-            self._emit("warning", f"the next save writes every file anew: {error!r}")
+            self._emit("warning", f"the next save writes every file again: {error!r}")
             return {}
 
     def _write_and_commit(self) -> Entry:

@@ -187,7 +187,7 @@ class ScriptWarnings:
         if step is not None and step != entry.step:
             self._emit(
                 "warning",
-                f"resume() has replaced the state of step {step}, which was not saved, by the "
+                f"resume() has replaced the state of step {step}, which was not saved, with the "
                 f"state of step {entry.step}",
             )
 
@@ -238,8 +238,8 @@ class ScriptWarnings:
             self._emit(
                 "warning",
                 f"{self._url}: parameters that no component holds are trained and not saved: "
-                f"{describe_parameters(unsaved)}. After a resume they have their first values "
-                "again: add what holds them to `state`",
+                f"{describe_parameters(unsaved)}. After a resume they have their initial values "
+                "again: add the object with them to `state`",
             )
 
 

@@ -675,7 +675,7 @@ class Plan:
             pairs = zip(planned.first_file.tolist(), self.file_numbers[rank], strict=False)
             files = [first + n for first, of in pairs for n in range(of[0], sum(of))]
             if layouts[rank] != planned.digests[rank] or len(files) != len(of_rank):
-                failure = RankFailure("writing its files", "it wrote other boxes than were planned")
+                failure = RankFailure("writing its files", "it wrote boxes that were not planned")
                 raise RanksFailed("the save", {rank: failure})
             header[np.array(files, np.int64)] += np.array(of_rank, np.int64)
         row, leaf = self._plan.row, self._boxes.leaf[self._plan.row]

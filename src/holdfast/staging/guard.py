@@ -213,7 +213,7 @@ class Overlapped:
             self._error = self._error or raised
         if self._error is None and self._changed:
             self._error = UsageError(
-                f"{len(self._changed)} tensors were not left alone while they were copied for the "
+                f"{len(self._changed)} tensors were changed while they were being copied for the "
                 f"save of step {self.step}; call fence() of the manager before you change weights "
                 "or optimizer state other than by a torch optimizer's step:\n"
                 + listing(self._changed)

@@ -245,7 +245,7 @@ def prepare(
     if not is_strict:
         tolerated = problems.tolerate(lambda path: not options.strict or not path.endswith(WHOLE))
     problems.other += [
-        f"{name}: none of its names is a live one, so nothing would be loaded"
+        f"{name}: the live state has none of its names, so nothing would be loaded"
         for name, plan in plans.items()
         if not is_strict
         and isinstance(plan, modules.ModulePlan)
@@ -370,7 +370,7 @@ def _plan(
 ) -> LoadPlan | None:
     kind = kind_of(state[name]) if name in state else RNG
     if stored.kind != kind:
-        problems.other.append(f"{name}: stored as {stored.kind[:20]}, live it is a {kind}")
+        problems.other.append(f"{name}: stored as {stored.kind[:20]}, live as {kind}")
         return None
     if kind == RNG:
         return RngPlan(stored.tensors)

@@ -83,10 +83,10 @@ class _Accessor(Attributes):
 def _find_wrong_names(owner: object, names: tuple[str, ...]) -> Iterator[str]:
     settings = getattr(type(owner), "__dataclass_params__", None)
     if settings is not None and settings.frozen:
-        yield "its dataclass is frozen, so that a load could assign nothing"
+        yield "its dataclass is frozen, so a load could not assign to it"
     for number, name in enumerate(names):
         if not isinstance(name, str) or not name.isidentifier():
-            yield f"{name!r} is no name of an attribute"
+            yield f"{name!r} is not the name of an attribute"
             continue
         found = getattr(type(owner), name, None)
         if name in names[:number]:

@@ -115,7 +115,7 @@ def _subclass_refusal(tensor: Tensor) -> str | None:
     for part, inner in inner_tensors(tensor).items():
         reason = refusal(inner)
         if reason is None and again[part] is not inner and identity(again[part]) != identity(inner):
-            reason = "each access makes a new tensor, so that a load could not fill it"
+            reason = "each access makes a new tensor, so a load could not fill it"
         if reason is not None:
             return reason if reason in PASSING else f"tensor subclass {name}: {part}: {reason}"
     return None

@@ -427,7 +427,7 @@ def capture_module(
     for name in live.collisions:
         leaves.record_refusal(name, _COLLISION)
     for key in live.strange_keys:
-        leaves.record_refusal(key, "a key of the state_dict that is no text")
+        leaves.record_refusal(key, "a key of the state_dict that is not text")
     versions = {
         path: version
         for path, version in (live.versions or {}).items()
@@ -559,9 +559,7 @@ class ModulePlan(LoadPlan):
         if reason is None or reason in PASSING:
             problems.missing.append(path)
         else:
-            problems.notes.append(
-                f"{path}: keeps its value, as no checkpoint can hold it: {reason}"
-            )
+            problems.notes.append(f"{path}: not loaded, as no checkpoint can hold it: {reason}")
 
     def _is_deselected(self, wishes: Wishes, *names: str) -> bool:
         selection, component = wishes.selection, self._component

@@ -508,7 +508,7 @@ class OptimizerPlan(LoadPlan):
                     spec, at = self._specs[value.key], f"{self._component}.{path}"
                     problems.check_spec(at, spec, live)
                 elif not isinstance(value, int | float) or live.numel() != 1:
-                    problems.other.append(f"{self._component}.{path}: live it is a tensor")
+                    problems.other.append(f"{self._component}.{path}: the live value is a tensor")
 
     def _check_fused(self, problems: Problems) -> None:
         """Check slots of fused kernels, which access them at the parameter's size unchecked."""
@@ -685,4 +685,4 @@ def _refill(
 
 def _regrouped(component: str, group: int, names: Sequence[str]) -> str:
     shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return f"{component}: live parameter group {group} ({shown}) was grouped otherwise when saved"
+    return f"{component}: live parameter group {group} ({shown}) was grouped differently when saved"

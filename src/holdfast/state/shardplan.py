@@ -291,7 +291,7 @@ def _not_tiled(
 def _explain(shape: Sequence[int], boxes: Sequence[Box]) -> str:
     """Explain why boxes do not tile a shape, by a box that overlaps or one that is missing."""
     if not boxes:
-        return _describe_box("no rank holds its box", whole_box(shape))
+        return _describe_box("no rank holds the box", whole_box(shape))
     sides = []
     for dim, extent in enumerate(shape):
         held = {(box.offsets[dim], box.offsets[dim] + box.sizes[dim]): box for box in boxes}
@@ -300,16 +300,16 @@ def _explain(shape: Sequence[int], boxes: Sequence[Box]) -> str:
             if start > covered:
                 hole = [(0, whole) for whole in shape]
                 hole[dim] = (covered, start)
-                return _describe_box("no rank holds its box", box_of(hole))
+                return _describe_box("no rank holds the box", box_of(hole))
             if (start, stop) in held and not covered <= start < stop <= extent:
                 return _describe_box(
-                    "empty, overlapping or beyond the end is its box", held[start, stop]
+                    "it has an empty, overlapping or too large box", held[start, stop]
                 )
             covered = stop
         sides.append(sorted(held))
     known = set(boxes)
     missing = (box for box in map(box_of, product(*sides)) if box not in known)
-    return _describe_box("no rank holds its box", next(missing))
+    return _describe_box("no rank holds the box", next(missing))
 
 
 def _describe_box(what: str, box: Box) -> str:

@@ -35,8 +35,8 @@ def open_store(where: str | os.PathLike[str] | Store) -> Store:
     if isinstance(where, Store):
         return where
     raise UsageError(
-        f"root {where!r}: must be a path, a URL or a store. The class of a store of your own "
-        "subclasses holdfast.store.base.Store"
+        f"root {where!r}: must be a path, a URL or a store. Your own store class must subclass "
+        "holdfast.store.base.Store"
     )
 
 

@@ -266,7 +266,7 @@ def _check_begin(leg: _Leg, first: int) -> None:
             f"checkpoint committed when step {leg.killed_at} was reported?"
         )
     elif first > leg.killed_at + 1:
-        raise AssertionError(f"{leg.title} began at step {first}: it left steps out")
+        raise AssertionError(f"{leg.title} began at step {first}: it skipped steps")
 
 
 def _check_leaves(

@@ -449,7 +449,7 @@ def make_model(given: nn.Module | MakeModel, seed: int, device: torch.device | N
             seed_generators(seed)
             model = model()
         if not isinstance(model, nn.Module):
-            raise UsageError(f"model: the function gave a {type(model).__name__}, not a module")
+            raise UsageError(f"model: the function returned a {type(model).__name__}, not a module")
     return model if device is None else model.to(device)
 
 
@@ -470,7 +470,7 @@ def make_optimizer(
             raise UsageError(f"optimizer={given!r}: must be a torch optimizer, or make one")
         made = given(model)
         if not isinstance(made, torch.optim.Optimizer):
-            raise UsageError(f"optimizer: the function gave a {type(made).__name__}")
+            raise UsageError(f"optimizer: the function returned a {type(made).__name__}")
         return made if takes_closure else _with_plain_step(made)
     if model_was_made:
         raise UsageError("optimizer: with a function for the model, give one for the optimizer")

@@ -313,8 +313,8 @@ class CurveScheduler(LRScheduler):
             what = f"the curve was '{curve}' and is '{self._curve}'"
         if rates != before:
             logger.warning(
-                "%s: %s, which is used from now on: at step %d the learning rate goes on with %s, "
-                "not with %s",
+                "%s: %s, which is used from now on: at step %d the learning rate continues with "
+                "%s, not with %s",
                 *(name, what, counters.step, _format_rates(rates), _format_rates(before)),
             )
         self._stored = None

@@ -94,7 +94,7 @@ class Schedule:
             )
         if self.metric is not None and isinstance(scheduler, LRScheduler) and not needs_metric:
             raise UsageError(
-                f"scheduler: {type(scheduler).__name__} steps on no metric: leave out "
+                f"scheduler: {type(scheduler).__name__} steps on no metric: omit "
                 f"metric={self.metric!r}"
             )
         if needs_metric:
@@ -228,7 +228,7 @@ class Schedules:
             "loss" in metrics or item.metric.startswith(OF_VALIDATION)
         ):
             raise UsageError(
-                f"{name}: nothing gives the metric {item.metric!r} that it steps on; there are "
+                f"{name}: there is no metric {item.metric!r}, on which it steps; there are "
                 + ", ".join(map(repr, metrics))
             )
         elif metrics:

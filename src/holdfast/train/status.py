@@ -131,8 +131,8 @@ class FitStatus:
         if not self.is_between_steps:
             raise UsageError(
                 "a checkpoint can be made between steps only, where all parts of the state belong "
-                "together: in fit_start, step_end, epoch_end, log or fit_end, and in none of them "
-                "within a validation"
+                "together: in fit_start, step_end, epoch_end, log or fit_end, but not during a "
+                "validation"
             )
         if step != self._counters.step:
             raise UsageError(f"step={step!r}: the state is at step {self._counters.step}")

@@ -55,7 +55,7 @@ def test_a_file_that_was_written_in_part_is_refused(tmp_path: Path) -> None:
     path = damaged(tmp_path, "state.mdl")
     with h5py.File(path, "a") as file:
         del file.attrs["__SUCCESS__"]
-    with pytest.raises(CorruptData, match="written in part only"):
+    with pytest.raises(CorruptData, match="incomplete"):
         open_source(str(path))
 
 

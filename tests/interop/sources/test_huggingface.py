@@ -144,10 +144,10 @@ def test_what_is_not_carried_along_is_listed_with_the_reason(
             ".gitattributes": "a hidden file",
             "big.txt": "101 bytes; files up to 100 are carried along",
             "c.txt": "more than 2 files",
-            "model.fp16.safetensors": "other weights than those that were opened",
+            "model.fp16.safetensors": "not the weights that were opened",
             "pipe": "not a regular file",
             "runs": "a folder",
-            "tf_model.h5": "other weights than those that were opened",
+            "tf_model.h5": "not the weights that were opened",
             "training_args.bin": "a pickle, which is not opened",
         }
 

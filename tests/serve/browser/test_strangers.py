@@ -122,6 +122,6 @@ def test_a_host_that_resolves_to_this_machine_is_refused(tab: Tab, page: Page) -
     enter(tab, page)
     for path in ("/", f"/?token={page.access.token}"):
         tab.open(rebound + path)
-        assert tab.text().startswith("This server is reached as 127.0.0.1 or localhost")
+        assert tab.text().startswith("Use 127.0.0.1, localhost or a name")
     status = tab.run("return (await fetch('/r/run/curves.json')).status")
     assert status == 403

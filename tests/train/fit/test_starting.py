@@ -107,7 +107,7 @@ def test_a_fork_that_is_killed_goes_on_in_its_own_root(
         again.fit(7, start_from=start)
     assert everything(again) == expected
     assert "start_from" in caplog.text
-    assert "is not used" in caplog.text
+    assert "start_from is ignored" in caplog.text
 
 
 def test_a_fork_that_was_killed_before_its_first_save_forks_again(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ def test_a_finished_run_that_is_started_again_says_so(is_terminal: bool) -> None
     store = MemoryStore()
     shown(store)
     text = shown(store, is_terminal=is_terminal)
-    assert "6step is reached already, at step 6: nothing is trained" in text
+    assert "6step was already reached, at step 6: nothing is trained" in text
     assert "parameters" not in text
 
 

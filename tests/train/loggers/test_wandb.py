@@ -117,7 +117,7 @@ def test_a_disabled_run_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_the_checkpoint_decides_cannot_be_set() -> None:
-    with pytest.raises(UsageError, match="come from the checkpoint"):
+    with pytest.raises(UsageError, match="the checkpoint sets them"):
         WeightsAndBiases(id="mine")
 
 

@@ -836,7 +836,7 @@ def test_metrics_of_another_number_of_ranks_begin_anew_with_a_warning(
 ) -> None:
     run_ranks(2, partial(fit_scored, tmp_path, 2, ["3step"]))
     fit_scored(tmp_path, 1, ["1ep"], 0)
-    said = "metrics f1, matrix, right, share, perplexity begin anew in the middle of the epoch"
+    said = "metrics f1, matrix, right, share, perplexity start over in the middle of the epoch"
     assert f"{said}: they are those of 2 ranks" in caplog.text
 
 

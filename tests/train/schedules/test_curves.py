@@ -162,7 +162,7 @@ def test_a_longer_goal_moves_a_curve_that_follows_it_and_says_so(
     )
     assert (
         "scheduler: the goal was 4step and is 8step, which is used from now on: at step 4 the "
-        "learning rate goes on with 0.0005, not with 0"
+        "learning rate continues with 0.0005, not with 0"
     ) in caplog.text
 
 

@@ -187,7 +187,7 @@ def test_of_several_validations_that_with_the_metric_counts() -> None:
     [
         (
             Schedule(plateau, every="evaluation", metric="val/lost", mode="min"),
-            "nothing gives .* 'val/lost'",
+            "there is no metric 'val/lost'",
         ),
         (
             Schedule(plateau, every="evaluation", metric="top", mode="min"),
@@ -195,7 +195,7 @@ def test_of_several_validations_that_with_the_metric_counts() -> None:
         ),
         (
             Schedule(plateau, every="2step", metric="top", mode="min"),
-            "nothing gives the metric 'top'",
+            "there is no metric 'top'",
         ),
     ],
 )

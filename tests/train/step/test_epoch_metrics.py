@@ -279,8 +279,8 @@ def test_metrics_that_are_new_or_other_ones_begin_anew_with_a_warning(
     caplog.clear()
     trainer(tmp_path, metrics=second).fit("1ep")
     said = caplog.text
-    assert "metrics new begin anew in the middle of the epoch: the checkpoint lacks them" in said
-    assert "metrics other (it has other states) begin anew" in said
+    assert "metrics new start over in the middle of the epoch: the checkpoint lacks them" in said
+    assert "metrics other (it has other states) start over" in said
     found = [names for _, names in only_of_epochs(tmp_path)]
     assert [{*names} for names in found] == [{"train/other", "train/new"}]
 

@@ -242,7 +242,7 @@ def no_step(control: Control, batch: Any) -> dict[str, Any]:
         ({"loss": losses, "micro_batch": 2}, "micro_batch: not with several"),
         ({"loss": losses, "clip": {"other": 1.0}}, "clip: .'other'. must be some of"),
         ({"loss": losses, "scheduler": lambda optimizer: None}, "a mapping from their names"),
-        ({"update": no_step}, "has stepped no optimizer"),
+        ({"update": no_step}, "did not step any optimizer"),
         (
             {
                 "loss": losses,
@@ -251,7 +251,7 @@ def no_step(control: Control, batch: Any) -> dict[str, Any]:
             },
             "names are for several optimizers, and there is one",
         ),
-        ({"update": alternate, "precision": "fp16"}, "an optimizer steps once a step"),
+        ({"update": alternate, "precision": "fp16"}, "can step only once per step"),
         ({"update": lambda control, batch: control.step("other")}, "optimizer 'other': there are"),
         ({"loss": losses, "optimizer": {"Big": network}}, "must match"),
     ],

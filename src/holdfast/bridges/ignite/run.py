@@ -177,7 +177,7 @@ def check_engine(engine: Engine) -> None:
     """Check that the Engine has all that this bridge uses."""
     version = getattr(ignite, "__version__", "unknown")
     wrong = [
-        f"engine.{name}: Ignite {version} has none; supported are {SUPPORTED}"
+        f"engine.{name}: Ignite {version} has no such attribute; supported: {SUPPORTED}"
         for name in _NEEDED
         if not hasattr(engine, name)
     ]
@@ -248,7 +248,7 @@ class HoldfastRun:
         if self.checkpoints.root is None:
             raise UsageError("root=None: a HoldfastRun needs a root to save in")
         if TRAINER in state:
-            raise UsageError(f"state: {TRAINER!r} is the Engine's own component; name it otherwise")
+            raise UsageError(f"state: {TRAINER!r} is the Engine's own component; use another name")
         self.engine = engine
         self.manager: CheckpointManager | None = None
         """The manager of the run under way, or of the last one."""
@@ -323,7 +323,7 @@ class HoldfastRun:
             return self._components
         if hasattr(data, "state_dict") and hasattr(data, "load_state_dict"):
             if "data" in self._components:
-                raise UsageError("state: `data` is another object than the data of run(); leave it")
+                raise UsageError("state: `data` is not the data of run(); omit it")
             return self._components | {"data": data}
         self._emit(
             "no_position",
@@ -348,8 +348,8 @@ class HoldfastRun:
         if lost:
             self._emit(
                 "warning",
-                "no checkpoint has the state of these handlers, so a resume starts them anew: "
-                f"{', '.join(lost)}. Add them to the state, as components of their own",
+                "no checkpoint has the state of these handlers, so they start from scratch after "
+                f"a resume: {', '.join(lost)}. Add them to the state, as components of their own",
             )
 
     def _resume_run(
@@ -453,7 +453,7 @@ class HoldfastRun:
 
     def _save_at_end(self, manager: CheckpointManager) -> None:
         if self.engine.state.iteration % self._accumulate:
-            self._emit("warning", "the last step is not saved: it has not all of its iterations")
+            self._emit("warning", "the last step is not saved, because it is incomplete")
         elif self.engine.state.iteration:
             manager.save(
                 self._completed_steps, epoch=self._epoch, metrics=self._measured.now(), reason="end"
@@ -469,7 +469,7 @@ class HoldfastRun:
             self._emit(
                 "warning",
                 "the Engine runs by itself, so nothing is resumed or saved: call run() of the "
-                "HoldfastRun in place of that of the Engine",
+                "HoldfastRun instead of run() of the Engine",
             )
 
     def _started(self, _: Engine) -> None:

@@ -295,7 +295,7 @@ class HoldfastCheckpoint(CheckpointCallback):
         found = manager.resume()
         given = url_without_secrets(ckpt_path)
         if found is not None and given:
-            self._emit("warning", f"{found.path} goes on, and not ckpt_path={given}")
+            self._emit("warning", f"resuming {found.path}, not ckpt_path={given}")
         say_start(self.checkpoints, manager, found, begun_with=given)
         if found is not None or asked is None:
             return found

@@ -78,7 +78,9 @@ def check_trainer(trainer: Any) -> None:
         try:
             attrgetter(name)(trainer)
         except AttributeError:
-            wrong.append(f"trainer.{name}: Lightning {version} has none; supported are {SUPPORTED}")
+            wrong.append(
+                f"trainer.{name}: Lightning {version} has no such attribute; supported: {SUPPORTED}"
+            )
     kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
     if not isinstance(trainer.strategy, _STRATEGIES) or _UNSUPPORTED.intersection(kinds):
         wrong.append(
@@ -88,12 +90,15 @@ def check_trainer(trainer: Any) -> None:
             * ("DeepSpeedStrategy" in kinds)
         )
     if trainer.reload_dataloaders_every_n_epochs:
-        wrong.append("reload_dataloaders_every_n_epochs: a new loader has no position; leave it 0")
+        wrong.append("reload_dataloaders_every_n_epochs: a new loader has no position; use 0")
     if wrong:
         raise UsageError("HoldfastCheckpoint:\n" + listing(wrong))
 
 
-_NO_BEST = 'none, by its rule for a metric: give HoldfastCheckpoint(…, keep="last:1,best:val_loss")'
+_NO_BEST = (
+    "none, as no rule keeps the best by a metric: pass HoldfastCheckpoint(…, "
+    'keep="last:1,best:val_loss")'
+)
 
 
 def patch_path_lookup(callback: type[Any]) -> None:

@@ -68,7 +68,7 @@ class TrainerState:
         for name in ("hparams_type", "datamodule_hparams_type"):
             content.pop(name, None)
         if tuple(lost) != self._left_out:
-            self._emit("warning", "left out, as only code could restore it: " + ", ".join(lost))
+            self._emit("warning", "not saved, as only code could restore it: " + ", ".join(lost))
             self._left_out = tuple(lost)
         return {
             "of": FRAMEWORK,

@@ -166,16 +166,16 @@ class TransformersRun(TrainerCallback):
         root, self._which = self.checkpoints.root, "latest"
         if step is not None and given is False:
             raise UsageError(
-                f"resume_from_checkpoint=False: {root} has checkpoints, the newest of step {step}; "
-                "to start a new run, give another root"
+                f"resume_from_checkpoint=False: {root} has checkpoints, the newest from step "
+                f"{step}; to start a new run, pass another root"
             )
         if given is None or given is False or (given is True and step is None):
             return None
         if not isinstance(given, str) or not os.path.isdir(given):
             if step is None:
                 raise UsageError(
-                    f"resume_from_checkpoint={given!r}: {root} has no checkpoint; leave it out for "
-                    "a new run, or give the path of a folder that the Trainer itself has saved"
+                    f"resume_from_checkpoint={given!r}: {root} has no checkpoint; omit it for a "
+                    "new run, or pass the path of a folder that the Trainer itself has saved"
                 )
             self._which = "latest" if given is True else given
             return None
@@ -184,7 +184,7 @@ class TransformersRun(TrainerCallback):
             return given
         is_root = isinstance(root, str | os.PathLike) and Path(given).samefile(root)
         if not folder and not is_root:
-            self.emit("warning", f"{root} goes on, and not resume_from_checkpoint={given!r}")
+            self.emit("warning", f"resuming {root}, not resume_from_checkpoint={given!r}")
         self._which = folder or "latest"
         return None
 
@@ -242,7 +242,7 @@ class TransformersRun(TrainerCallback):
             return
         if getattr(self.trainer.args, "overwrite_output_dir", False):
             self.emit(
-                "warning", "overwrite_output_dir: nothing is; for a new run give another root"
+                "warning", "overwrite_output_dir: has no effect; for a new run use another root"
             )
         self.trainer.args.eval_on_start = False  # it was evaluated when the run began
         if self.has_stopped and not self.is_done():
@@ -294,7 +294,7 @@ class TransformersRun(TrainerCallback):
         try:
             self.best_path = self.manager.load(which, components=["model"]).path
         except NoCheckpoint as error:
-            self.emit("warning", f"load_best_model_at_end: the last weights stay: {error}")
+            self.emit("warning", f"load_best_model_at_end: the last weights are kept: {error}")
 
     def save_after_step(self, *, is_last: bool) -> None:
         """Save, unless the logs and evaluations of the epoch's end come next."""
@@ -435,7 +435,7 @@ class TransformersCounters:
                 vars(callback).update(match[1])
         if left:
             names = ", ".join(name for name, _ in left)
-            text = f"{found.folder}: left out, as there are no such callbacks: {names}"
+            text = f"{found.folder}: ignoring states of missing callbacks: {names}"
             self._run.emit("warning", text)
         if hasattr(trainer, "_initial_num_input_tokens_seen"):  # for tokens per second
             trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen

@@ -59,8 +59,8 @@ def translate_arguments(args: Any, given: Checkpoints, emit: Emitter) -> Checkpo
     if unused := [*_list_other_intervals(args, given), *(limits if is_kept else ())]:
         emit(
             "warning",
-            f"TrainingArguments: {', '.join(unused)}: without effect, as Checkpoints says "
-            f"otherwise: every={given.every!r}, keep={given.keep!r}",
+            f"TrainingArguments: {', '.join(unused)}: ignored, because Checkpoints sets "
+            f"every={given.every!r}, keep={given.keep!r}",
         )
     if args.push_to_hub and _value_of(args.hub_strategy) == "every_save":
         emit(
@@ -167,11 +167,11 @@ def _refuse_arguments(args: Any) -> None:
         ),
         "past_index": (
             getattr(args, "past_index", -1) >= 0,
-            "states of the past are not saved: leave it out",
+            "past hidden states are not saved: omit it",
         ),
         "split_batches": (
             args.accelerator_config.split_batches and args.world_size > 1,
-            "batches are of each rank: leave it out",
+            "each rank makes its own batches: omit it",
         ),
     }
     wrong = [f"{name}: {why}" for name, (is_set, why) in reasons.items() if is_set]

@@ -244,5 +244,5 @@ async def stop_job(site: Site, request: Request) -> Response:
 def _job(site: Site, request: Request) -> Job:
     found = site.jobs.get(request.path_params["number"])
     if found is None:
-        raise HTTPException(404, "There is no such work, or no longer.")
+        raise HTTPException(404, "There is no such job, or its result is gone.")
     return found

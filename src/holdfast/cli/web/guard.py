@@ -97,7 +97,8 @@ class Guard:
         headers = Headers(scope=scope)
         if _name_of(headers.getlist("host")) not in self._find_allowed_hosts(headers):
             return _make_refusal(
-                403, "This server is reached as 127.0.0.1 or localhost, or by --allow-host."
+                403,
+                "Use 127.0.0.1, localhost or a name passed with --allow-host to reach this server.",
             )
         if scope["method"] not in ("GET", "HEAD", "POST"):
             return _make_refusal(405, "Only GET and POST are answered.")
@@ -178,7 +179,7 @@ class Guard:
         if not hmac.compare_digest(
             fields.get(FORM_TOKEN, "").encode(), self._access.form_token.encode()
         ):
-            return _make_refusal(403, "The form is not of a page of this server. Load it again.")
+            return _make_refusal(403, "The form is not from this server. Reload the page.")
         scope.setdefault("state", {})["form"] = fields
         return None
 

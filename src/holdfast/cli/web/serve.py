@@ -212,7 +212,7 @@ def listening(port: int | None) -> socket.socket:
 def _print_addresses(answer: ServeAnswer, *, as_json: bool) -> None:
     for run in answer.runs:
         if run.error is not None:
-            write_message(f"{run.root} cannot be reached now, and is tried again: {run.error}")
+            write_message(f"{run.root} cannot be reached now, and will be tried again: {run.error}")
     if as_json:
         give_line(answer)
         return

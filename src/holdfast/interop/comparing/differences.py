@@ -156,7 +156,7 @@ class _Ignored:
         if lost := self._entries.unmatched(()):
             names = ", ".join(name for name, _, _ in components)
             raise UsageError(
-                f"{lost[0]} in what is compared, which is {names}; `holdfast tree` lists the names "
+                f"{lost[0]} in the compared components, {names}; `holdfast tree` lists the names "
                 "in it, and * stands for any characters between two dots"
             )
 

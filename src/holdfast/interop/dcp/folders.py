@@ -224,7 +224,7 @@ class DcpFolder:
     def __init__(self, folder: Path) -> None:
         path = folder / METADATA
         if not path.is_file():
-            raise FormatError(f"{path}: is missing: not a folder that DCP has saved whole")
+            raise FormatError(f"{path}: is missing: not a complete checkpoint of DCP")
         with trusting():
             found = read_metadata(path)
         if found.has_other_plan:

@@ -193,7 +193,7 @@ def items_of(component: str, tree: bytes, value: Any) -> tuple[dict[Item, Any], 
         node = _get_value(value, path, what)
         item = _item(component, tuple(beside.under), tuple(path), node)
         if number in pickled and not isinstance(node, bytes):
-            raise FormatError(f"{what}: {item.name!r} is said to be a pickle, and is none")
+            raise FormatError(f"{what}: {item.name!r} is recorded as a pickle, but is not one")
         found[replace(item, is_pickled=number in pickled)] = node
     return found, beside.flat
 
@@ -246,7 +246,7 @@ _PLAIN: list[Any] = [
     ),
 ]
 """Types without code of their own that are read beside those that torch allows in weights."""
-_UNSAFE = "unsafe_pickle=True saves the pickle as it is, and loading it then runs what is in it"
+_UNSAFE = "unsafe_pickle=True saves the pickle as it is, and loading it then runs any code in it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

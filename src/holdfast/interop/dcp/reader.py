@@ -342,7 +342,7 @@ def refuse_pickles(items: Iterable[Item], remedy: str) -> None:
     if unsafe:
         raise UsageError(
             f"{unsafe[0]!r}{f' and {len(unsafe) - 1} more' if len(unsafe) > 1 else ''}: saved as a "
-            f"pickle, and to load it runs what is in it. If you trust who saved it, {remedy}"
+            f"pickle, and loading it runs any code in it. If you trust who saved it, {remedy}"
         )
 
 

@@ -382,7 +382,7 @@ class HoldfastWriter(StorageWriter):
         store = self._root.store
         entry = None if self._saved is None else Catalog(store).entry(self._saved)
         if entry is None:
-            raise NoCheckpoint(f"{store.url}: nothing was saved by this writer that is still there")
+            raise NoCheckpoint(f"{store.url}: no checkpoint that this writer saved still exists")
         return store, entry
 
     def close(self) -> None:

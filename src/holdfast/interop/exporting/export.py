@@ -178,7 +178,7 @@ class Export:
             report=self._report_progress,
             without={CONFIG} if self._is_merged else (),
         )
-        self._leave({component, FILES}, "a folder of a model holds its weights alone")
+        self._leave({component, FILES}, "a folder of a model holds only its weights")
         return files
 
     def _merge_source(self, source: Source) -> Source:
@@ -238,7 +238,7 @@ class Export:
         # What the base model holds is not of the adapter, and no loss.
         self.plan.left_out.clear()
         names = list_adapters(weights, self._options.adapter, where=self._source.url)
-        self._leave({weights.component, FILES}, "a folder of an adapter holds its weights alone")
+        self._leave({weights.component, FILES}, "a folder of an adapter holds only its weights")
         configs = self._options.configs
         if len(names) == 1:
             below = [path / names[0] for path in configs]

@@ -96,7 +96,7 @@ def expect_free(out: Path) -> None:
     if not out.name or not out.parent.is_dir():
         raise UsageError(f"{out}: there is no folder {out.parent} to write it in")
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise UsageError(f"{out}: exists already; give a name that is still free")
+        raise UsageError(f"{out}: already exists; choose a name that is not in use")
 
 
 def _expect_free(out: Path, *, is_folder: bool) -> None:

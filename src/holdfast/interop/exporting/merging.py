@@ -97,7 +97,7 @@ def expect_lora(config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
     if kind != _KIND:
         raise UsageError(
-            f"{CONFIG}: peft_type is {kind!r}, and exports know {_KIND} alone. Load it with "
+            f"{CONFIG}: peft_type is {kind!r}, and exports support only {_KIND}. Load it with "
             "holdfast.load_weights(ROOT, model) and write it with model.save_pretrained(FOLDER), "
             "or with model.merge_and_unload().save_pretrained(FOLDER)"
         )
@@ -272,7 +272,7 @@ class MergedSource(Source):
                 wrong.append(str(error))
                 continue
             if name in tree:
-                wrong.append(f"{name}: a name of two tensors of the merged model")
+                wrong.append(f"{name}: two tensors of the merged model have this name")
             self._origins[key].names.append(name)
             tree[name] = TensorRef(key)
         if wrong:

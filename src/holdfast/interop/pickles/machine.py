@@ -134,7 +134,9 @@ class Machine(pickle._Unpickler):
     def read(self, count: int) -> bytes:
         """Read a number or a text; texts are charged for, which may have 4 bytes a character."""
         if count > MAX_LEAF_NBYTES:
-            raise LimitExceeded(f"a value of {count:,} bytes; at most {MAX_LEAF_NBYTES:,} may be")
+            raise LimitExceeded(
+                f"a value of {count:,} bytes; at most {MAX_LEAF_NBYTES:,} are allowed"
+            )
         data = self._read_exactly(count)
         if count > 8:
             self.charge(2 * count if data.isascii() else 5 * count)
@@ -232,7 +234,9 @@ class Machine(pickle._Unpickler):
     def _load_long4(self) -> None:
         count = int.from_bytes(self.read(4), "little")
         if count > MAX_INT_NBYTES:
-            raise LimitExceeded(f"an integer of {count:,} bytes; at most {MAX_INT_NBYTES:,} may be")
+            raise LimitExceeded(
+                f"an integer of {count:,} bytes; at most {MAX_INT_NBYTES:,} are allowed"
+            )
         self.charge(8 * count)  # writing it as text takes quadratic time
         self.append(pickle.decode_long(self.read(count)))
 
@@ -345,7 +349,7 @@ class Machine(pickle._Unpickler):
         args = self.stack.pop()
         callee = self.stack.pop()
         if not isinstance(named, dict):
-            raise FormatError("makes an object with names that are no dict")
+            raise FormatError("makes an object whose keyword arguments are not a dict")
         if named:
             name = callee.name if isinstance(callee, Global) else type(callee).__name__
             self.append(Unknown(name, (args, named)))
@@ -376,7 +380,7 @@ class _Memo(list[Any]):
     @override
     def __setitem__(self, place: Any, value: Any) -> None:
         if not 0 <= place <= len(self) + 1:
-            raise FormatError(f"remembers a value as number {place:,} after {len(self):,} values")
+            raise FormatError(f"stores a value as number {place:,} after {len(self):,} values")
         if place > len(self):
             self.append(_MISSING)
         if place == len(self):
@@ -388,7 +392,7 @@ class _Memo(list[Any]):
     def __getitem__(self, place: Any) -> Any:
         found = super().__getitem__(place) if 0 <= place < len(self) else _MISSING
         if found is _MISSING:
-            raise FormatError(f"refers to value {place:,}, which it did not remember")
+            raise FormatError(f"refers to value {place:,}, which it has not stored")
         return found
 
 
@@ -424,7 +428,7 @@ _OPERATIONS: dict[bytes, tuple[Callable[[Machine], None], int]] = {
     for code, cost in _COSTS.items()
     for name in [pickle._Unpickler.dispatch[code].__name__]
 }
-_EXTENSION = "uses copyreg's extension registry, which stands for names that the file does not tell"
+_EXTENSION = "uses copyreg's extension registry, which stands for names that are not in the file"
 _REFUSED: dict[bytes, str] = {
     b"\x82": _EXTENSION,
     b"\x83": _EXTENSION,

@@ -172,7 +172,7 @@ class _Builder:
             return convert(self, value, path, level)
         if isinstance(value, np.generic):
             return value
-        reason = _REASONS.get(kind, lambda value: f"{kind.__name__}: no value of the format")
+        reason = _REASONS.get(kind, lambda value: f"{kind.__name__}: the format has no such value")
         return self._out(path, reason(value), lost=value)
 
     def _spend(self, weight: int) -> None:
@@ -461,7 +461,7 @@ _CONVERTERS: dict[type, Any] = {
 _REASONS: dict[type, Callable[[Any], str]] = {
     Global: lambda value: f"the class or function {value.name}",
     Refusal: lambda value: str(value.why),
-    Span: lambda value: f"{value.nbytes:,} bytes in one value; such belong into a tensor",
+    Span: lambda value: f"{value.nbytes:,} bytes in one value; put such data into a tensor",
     ByteArray: lambda value: "a bytearray",
     Storage: lambda value: "a storage without a tensor",
     StorageKind: lambda value: "a storage without a tensor",

@@ -167,7 +167,7 @@ class _Reader:
         version = self.h5.attribute("__version__") if "__version__" in names else 0
         if "__spec__" in names and isinstance(version, float | int) and version >= 0.5:
             if "__SUCCESS__" not in names or not self.h5.attribute("__SUCCESS__"):
-                raise CorruptData(f"{self.url}: written in part only; its writer did not end")
+                raise CorruptData(f"{self.url}: incomplete, because its writer did not finish")
             tree: Any = self._read_node(self._parse_spec(self.h5.json("__spec__")), "", 0)
         else:
             tree = self._read_flat_tree()
@@ -179,7 +179,7 @@ class _Reader:
         try:
             protocol, spec = json.loads(value[1])
         except (TypeError, ValueError, LookupError, RecursionError) as error:
-            raise FormatError(f"{self.url}: `__spec__` is no tree: {error}") from error
+            raise FormatError(f"{self.url}: `__spec__` is not a tree: {error}") from error
         if protocol != 1:
             raise FormatError(f"{self.url}: `__spec__` of the unknown version {str(protocol)[:20]}")
         return spec
@@ -214,7 +214,7 @@ class _Reader:
         if made is set:
             kept = [value for _, value in values if value is not _LEFT_OUT]
             if not all(type(one) in (str, int, float, bool, type(None)) for one in kept):
-                self.wrong.append(f"{path!r} is a set of more than numbers and texts")
+                self.wrong.append(f"{path!r} is a set with items other than numbers and text")
                 return None
             return {*kept}
         # Positions of the others stay as they are.

@@ -279,8 +279,7 @@ class Hdf5:
 
     def _short(self, what: str, nbytes: int) -> CorruptData:
         return CorruptData(
-            f"{self._file.name}: {what}: {nbytes:,} bytes, of which some are behind the end of the "
-            "file"
+            f"{self._file.name}: {what}: {nbytes:,} bytes, some of them beyond the end of the file"
         )
 
     @contextmanager

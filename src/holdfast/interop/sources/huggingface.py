@@ -258,7 +258,7 @@ def _why_left(folder: Path, path: Path, num_carried: int) -> str | None:
     if _leads_out(folder, path):
         return "a link that leads out of the folder"
     if _MODEL_FILE.fullmatch(path.name) or path.name.endswith((*_OTHER_WEIGHTS, ".index.json")):
-        return "other weights than those that were opened"
+        return "not the weights that were opened"
     if path.name.endswith(_PICKLES):
         return "a pickle, which is not opened"
     nbytes = path.stat().st_size
@@ -425,7 +425,7 @@ class TrainerFolder(Source):
         parts = {name: source.parts[component] for name, source in opened.items()}
         for name, part in parts.items():
             if len(parts) > 1 and not isinstance(part.tree, dict):
-                raise FormatError(f"{self.url}/{name}: a shard that is no dict of tensors")
+                raise FormatError(f"{self.url}/{name}: a shard that is not a dict of tensors")
             twice = sorted(specs.keys() & part.specs.keys())
             if twice:
                 raise FormatError(f"{self.url}: {twice[:10]} are in {name} and in another shard")

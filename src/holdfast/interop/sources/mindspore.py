@@ -78,7 +78,7 @@ class DecryptedFile(ReadableFile):
         start = position + len(head)
         is_whole = 0 < nbytes <= MAX_BLOCK_NBYTES and start + nbytes <= self._file.nbytes
         if iv_nbytes != _IV_NBYTES or total != nbytes + 8 + _IV_NBYTES or not is_whole:
-            raise CorruptData(f"{self.name}: a block at byte {position:,} of a wrong length")
+            raise CorruptData(f"{self.name}: a block at byte {position:,} has the wrong length")
         self._blocks.append((cipher, tag, head[8:-4], start, nbytes))
         self._starts.append(self._starts[-1] + nbytes - self._padding(cipher, head, start, nbytes))
         return start + nbytes
@@ -88,7 +88,7 @@ class DecryptedFile(ReadableFile):
         if cipher == "AES-GCM":
             return 0
         if nbytes % 16:
-            raise CorruptData(f"{self.name}: a block of {nbytes:,} bytes, no multiple of 16")
+            raise CorruptData(f"{self.name}: a block of {nbytes:,} bytes, not a multiple of 16")
         before = head[8:-4] if nbytes == 16 else self._file.read(start + nbytes - 32, 16)
         last = self._cbc(before, self._file.read(start + nbytes - 16, 16))
         if not 1 <= last[-1] <= 16 or last[-last[-1] :] != last[-1:] * last[-1]:
@@ -299,7 +299,7 @@ class MindSporeFile(Source):
             else:
                 raise CorruptData(f"{self.url}: at byte {inner.start:,}: field {inner.number}")
         if not name or (tensor is None) != is_map:
-            raise CorruptData(f"{self.url}: at byte {entry.start:,}: no name with one tensor")
+            raise CorruptData(f"{self.url}: at byte {entry.start:,}: expected name and tensor")
         return _decode_name(name, self.url), tensor
 
     def _parse_tensor(self, wire: Wire, tensor: Field, name: str) -> _Value:
@@ -317,7 +317,7 @@ class MindSporeFile(Source):
             if len(dims) > MAX_DIMS:
                 raise LimitExceeded(f"{self.url}, {name!r}: more than {MAX_DIMS} dimensions")
         if dtype is None or content is None:
-            raise CorruptData(f"{self.url}, {name!r}: without type or content")
+            raise CorruptData(f"{self.url}, {name!r}: its tensor has no type or no content")
         return _Value(dtype, tuple(dims), [content])
 
     def _make_components(self, values: dict[str, _Value]) -> dict[str, SourceComponent]:
@@ -482,7 +482,9 @@ class Wire:
         """Read the content of a field."""
         nbytes = field.stop - field.start
         if field.wire_type != LEN or nbytes > max_nbytes:
-            raise self._wrong(field.start, f"{what} has {nbytes:,} bytes; {max_nbytes:,} at most")
+            raise self._wrong(
+                field.start, f"{what} has {nbytes:,} bytes; at most {max_nbytes:,} are allowed"
+            )
         return self._peek(field.start, nbytes)
 
     def _field(self, number: int, wire_type: int, start: int, stop: int) -> Field:
@@ -497,7 +499,7 @@ class Wire:
         else:
             raise self._wrong(start, f"wire type {wire_type}")
         if end > stop:
-            raise self._wrong(start, f"a field ends at byte {end:,}, behind its message")
+            raise self._wrong(start, f"a field ends at byte {end:,}, beyond its message")
         return Field(number, wire_type, value, start, end)
 
     def _varint(self, start: int, stop: int) -> tuple[int, int]:

@@ -100,7 +100,8 @@ class _Bound:
         self._done += nbytes
         if self._done > self._limit:
             raise LimitExceeded(
-                f"{self._path}: unpacks to more than {self._limit:,} bytes, which no weights do"
+                f"{self._path}: unpacks to more than {self._limit:,} bytes, more than any weights "
+                "need"
             )
         if self._done > self._free:
             raise LimitExceeded(
@@ -139,12 +140,12 @@ def _unpack(path: Path, reader: Any, target: IO[bytes], bound: _Bound) -> None:
             raise LimitExceeded(f"{path}: more than {MAX_MEMBERS} members")
         is_wanted = name.rpartition("/")[2] == MEMBER
         if is_wanted and kind not in (b"0", b"\0"):
-            raise FormatError(f"{path}: {MEMBER} is no plain file in the archive")
+            raise FormatError(f"{path}: {MEMBER} is not a regular file in the archive")
         _copy_member(stream, target if is_wanted else None, nbytes)
         if is_wanted:
             return
         _copy_member(stream, None, -nbytes % _BLOCK)
-    raise FormatError(f"{path}: an archive without {MEMBER}, which Composer never writes")
+    raise FormatError(f"{path}: no {MEMBER} in the archive, so Composer did not write it")
 
 
 def _copy_member(stream: io.BufferedReader[Any], target: IO[bytes] | None, nbytes: int) -> None:

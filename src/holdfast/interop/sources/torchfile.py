@@ -94,7 +94,7 @@ class ConvertedSource(Source):
             except LimitExceeded as err:
                 raise LimitExceeded(f"{self.url}: {err}") from err
             except NothingKept as err:
-                problem = FormatError(f"{self.url}: nothing of it can be carried over: {err}")
+                problem = FormatError(f"{self.url}: none of it can be carried over: {err}")
                 problem.__cause__ = err
                 left_out += err.left_out
                 continue
@@ -244,7 +244,7 @@ class _Reader:
         machine = self._machine(stream, storages.find_legacy)
         what = self._file.name
         if machine.read_pickle() != _MAGIC or machine.read_pickle() != _PROTOCOL:
-            raise FormatError(f"{what}: not of a version of torch.save that is known")
+            raise FormatError(f"{what}: written by an unknown version of torch.save")
         system = machine.read_pickle()
         if not isinstance(system, dict) or system.get("little_endian") is not True:
             raise FormatError(f"{what}: written by a big-endian machine")
@@ -258,7 +258,7 @@ class _Reader:
         found = [name for name in members if name.rpartition("/")[2] == "data.pkl"]
         found = [name for name in found if name.count("/") <= 1]
         if len(found) != 1:
-            raise FormatError(f"{what}: a zip file, but none that torch.save has made")
+            raise FormatError(f"{what}: a zip file, but not one that torch.save wrote")
         prefix = found[0].removesuffix("data.pkl")
         if f"{prefix}constants.pkl" in members:
             raise FormatError(
@@ -365,7 +365,7 @@ class _Storages:
         for key in keys:
             storage = self.found.get(key)
             if type(storage) is not Storage or key in seen:
-                raise FormatError(f"{what}: a storage {key[:40]!r} that no tensor is of")
+                raise FormatError(f"{what}: no tensor uses storage {key[:40]!r}")
             seen.add(key)
             stream.seek(position)
             head = stream.read(8)
@@ -374,7 +374,7 @@ class _Storages:
             if len(head) != 8 or start + storage.nbytes > stop:
                 raise CorruptData(f"{what}: ends inside storage {key[:40]!r}")
             if count * ITEM_NBYTES[storage.dtype] != storage.nbytes:
-                raise CorruptData(f"{what}: storage {key[:40]!r} has another size than its tensors")
+                raise CorruptData(f"{what}: storage {key[:40]!r} and its tensors differ in size")
             if data is None:
                 storage.data = Span(start, storage.nbytes)
             else:

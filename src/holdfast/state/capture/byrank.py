@@ -348,8 +348,8 @@ class _Joining:
         self.conflicts += [
             (
                 f"{self._component}.{name}",
-                "no module of the state has this parameter, so that it has no name by which the "
-                "parameter groups of the ranks, which differ, could be joined",
+                "the parameter groups differ by rank and are joined by the names of parameters, "
+                "but no module of the state has this one",
             )
             for name in unnamed
         ]

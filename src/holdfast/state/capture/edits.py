@@ -56,7 +56,7 @@ class StateView(Mapping[str, ComponentView]):
         """Raise `UsageError`: components cannot be added or replaced, only edited."""
         raise UsageError(
             f"{name}: assign to the paths of a component, as in view[{name!r}][path] = value; "
-            "a new component belongs into the state of the manager"
+            "a new component belongs in the state of the manager"
         )
 
     def __delitem__(self, name: str) -> None:
@@ -107,7 +107,7 @@ def edited(captured: Captured, edit: Edit) -> Captured:
     with closing(view):
         edit(view)
         if not view:
-            raise UsageError("the edit leaves out every component; nothing is left to be saved")
+            raise UsageError("the edit removes every component, so nothing would be saved")
         components = {name: _recaptured(parts[name], view[name]) for name in view}
     left = [
         (join_path(part.name, key), reason)

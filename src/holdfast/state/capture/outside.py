@@ -414,7 +414,7 @@ def format_outside_state(names: Sequence[str]) -> str:
     """Format the warning of state outside of the components."""
     return (
         f"attributes that change in training are in no component: {shortened(names, 10)}. "
-        "A resume begins with their first values. Put them into the state, as in "
+        "A resume begins with their initial values. Put them into the state, as in "
         'holdfast.Attributes(model, "name"), make them buffers, or save them with '
         "get_extra_state() or state_dict(). "
         "Name those that the script computes again in an attribute of their owner: "

@@ -59,7 +59,7 @@ def match_inner(
         problems.other.append(f"{path}: stored as a plain tensor, live is {_describe_live(live)}")
         return []
     if not isinstance(live, Tensor) or not is_subclass(local_of(live)):
-        advice = "Make one optimizer step, or create it otherwise,"
+        advice = "Make one optimizer step, or create it in another way,"
         advice = advice if live is None else "Convert the live model in the same way"
         problems.other.append(
             f"{path}: stored as the tensor subclass {stored.type[:80]}, live is "

@@ -92,13 +92,13 @@ class Placement:
 
 _STORED_PLACE = Placement()
 
-_SHARED = "shared with another name here, but not in the checkpoint: it became one of its own"
+_SHARED = "shared with another name here, but not in the checkpoint: it became a separate tensor"
 _OVERLAPS = "overlapped another live value and now has memory of its own, no longer shared"
 _OF_MODULE = "is the memory of a module here, so it got memory of its own"
 _MOVED = "saved on another device, copied to where the live tensor is"
 
 _MAXLEN = "the deque keeps maxlen"
-CASTS = "gives it another dtype than saved, so the resumed training differs"
+CASTS = "gives it a dtype that differs from the saved one, so the resumed training differs"
 
 _ALIGNMENT = 16
 """A multiple of the size of every element."""

@@ -170,8 +170,8 @@ class AttributesPlan(TreePlan):
                 attributes.assign_value(name, self._live[name])
             except Exception as error:  # noqa: BLE001 - code of the user
                 self.unrestored = (
-                    f"{at}: the stored value was assigned in a trial, and the value from before "
-                    f"was then refused ({type(error).__name__}: {error})"
+                    f"{at}: the stored value was assigned in a trial, and the previous value was "
+                    f"then refused ({type(error).__name__}: {error})"
                 )
 
     @override
@@ -297,8 +297,8 @@ class ObjectPlan(LoadPlan):
             except Exception as error:  # noqa: BLE001 - code of others
                 # Many refuse the state that they have before they are filled.
                 self.unrestored = (
-                    f"{self._component}: it took part of the stored state in a trial, and "
-                    f"{kind}.load_state_dict then refused the state from before "
+                    f"{self._component}: it loaded part of the stored state in a trial, and "
+                    f"{kind}.load_state_dict then refused the previous state "
                     f"({type(error).__name__}: {error})"
                 )
             if attributes is not None:

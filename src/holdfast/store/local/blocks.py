@@ -110,7 +110,7 @@ class DirectWrites:
         with self._lock:
             self._works = direct is not None
         if direct is not None:
-            return f"past the page cache (O_DIRECT), in multiples of {direct.offset} bytes"
+            return f"bypassing the page cache (O_DIRECT), in multiples of {direct.offset} bytes"
         if self._wanted:
             raise UnsupportedStore(_REFUSED)
         return "through the page cache, because this file system refuses O_DIRECT"
@@ -138,8 +138,8 @@ class DirectWrites:
             has_warned, self._has_warned = self._has_warned, True
         if not has_warned:
             logger.warning(
-                "%s: a direct write was refused: %s. What is refused goes through the page cache, "
-                "which is slower and as safe",
+                "%s: a direct write was refused: %s. Refused writes go through the page cache, "
+                "which is slower but equally safe",
                 path,
                 error,
             )

@@ -153,7 +153,7 @@ class Draft:
     def _vanished(self, name: str) -> Exception:
         if _is_removed(self._folder_fd):
             return FileNotFoundError(errno.ENOENT, _REMOVED, name)
-        return TransientStoreError(f"{name}: its temporary file was removed by somebody")
+        return TransientStoreError(f"{name}: its temporary file was removed by another process")
 
 
 @contextmanager

@@ -216,8 +216,8 @@ class LocalPieces:
         if self._keeps_copies:
             self._keeps_copies = False
             logger.warning(
-                "%s: no copies are kept here any more, and what is not here yet is read from "
-                "where it is: %s",
+                "%s: no more copies are kept here; files without a copy are read from their "
+                "source: %s",
                 self._folder,
                 error,
             )
@@ -237,7 +237,7 @@ class LocalPieces:
             end = time.monotonic() + _COUNT_WAIT_S
             while not try_lock(fd):
                 if time.monotonic() > end:
-                    raise TimeoutError(f"another process counts for {_COUNT_WAIT_S:.0f} s already")
+                    raise TimeoutError(f"another process has counted for {_COUNT_WAIT_S:.0f} s")
                 time.sleep(_FIRST_PAUSE_S)
             count = _parse_count(bytes_at(fd, 100, 0))
             if count is None or count + needed > self._max_nbytes:

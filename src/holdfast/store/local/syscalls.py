@@ -79,7 +79,7 @@ _HINTS = {
     errno.ELOOP: "it, or the folder that it is in, is a symbolic link, and none is followed inside "
     "a root. Put what it points to in its place (cp -r), or mount that there (mount --bind)",
     errno.ENOTEMPTY: "something was added to the folder while it was being removed",
-    errno.ENAMETOOLONG: "this file system takes only shorter names",
+    errno.ENAMETOOLONG: "this file system allows only shorter names",
 }
 
 

@@ -133,7 +133,7 @@ class Api:
         if not is_own_process():
             raise UnsupportedStore(
                 f"{self.place.url}: this process was forked from one ({_runtime_pid}) that had "
-                "used a remote store, and the threads of its network did not come along; start "
+                "used a remote store, whose network threads a fork does not copy; start "
                 "it with spawn or forkserver"
             )
 
@@ -384,7 +384,7 @@ class Api:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "%s: no answer yet: %s. Trying on for up to %g s. %s",
+                "%s: no answer yet: %s. Retrying for up to %g s. %s",
                 self.place.url,
                 failure.reason,
                 self.options.retry_s,
@@ -409,7 +409,7 @@ class Api:
         self._note_answer(failure)
         refused = as_store_error(failure, operation, self.url(key), who=who)
         if failure.is_silence and not self._has_answered:
-            return TransientStoreError(f"{refused}. Nobody has answered there. {self.place.advice}")
+            return TransientStoreError(f"{refused}. No server answered there. {self.place.advice}")
         return refused
 
     @contextmanager

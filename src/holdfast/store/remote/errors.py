@@ -34,7 +34,7 @@ _MAX_READ = 4096
 
 _NO_LOCATION = "redirect without LOCATION"
 _STOPPED = {
-    "BadScheme": "it led to an address that is not encrypted, or no web address: not followed",
+    "BadScheme": "it led to an unencrypted or non-web address: not followed",
     "TooManyRedirects": "more than ten redirects",
     "InvalidCertificate": "its TLS certificate is not trusted here (SSL_CERT_FILE names others)",
 }
@@ -216,7 +216,7 @@ def as_store_error(failure: RemoteFailure, operation: str, url: str, *, who: str
     if failure.stopped:
         return UnsupportedStore(f"{operation} {url}: {failure.stopped}")
     if failure.code in _NO_BUCKET:
-        return UnsupportedStore(f"{what}. Make the bucket first, or mend the URL")
+        return UnsupportedStore(f"{what}. Create the bucket first, or correct the URL")
     if failure.code in _NO_SPACE or failure.status == 507:
         return StoreFull(what)
     if failure.code in _RACE:
@@ -233,7 +233,7 @@ def as_store_error(failure: RemoteFailure, operation: str, url: str, *, who: str
     if failure.is_past_the_end:
         return CorruptData(f"{what}; it is shorter than expected")
     if is_web and (failure.status in range(300, 400) or _NO_LOCATION in failure.reason):
-        return UnsupportedStore(f"{operation} {url}: a redirect to no web address: not followed")
+        return UnsupportedStore(f"{operation} {url}: a redirect to a non-web address: not followed")
     if _NO_LOCATION in failure.reason or failure.code == "PermanentRedirect":
         return UnsupportedStore(f"{what}. Set the region of the bucket (AWS_REGION)")
     if "non-partial response" in failure.reason or "range requested" in failure.reason:

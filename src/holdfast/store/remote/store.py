@@ -184,9 +184,9 @@ class HttpStore(ReadByRequests):
 
     def _refuse_list(self, key: str) -> NoReturn:
         raise UnsupportedStore(
-            f"list {self._api.url(key)}: a web server lists no files, so it cannot be looked up "
-            "which checkpoints there are. Name the folder of one, which `holdfast ls` shows where "
-            "the root is: https://HOST/…/step-7.0001-000001-0123abcd"
+            f"list {self._api.url(key)}: a web server lists no files, so its checkpoints cannot be "
+            "looked up. Name the folder of one, which `holdfast ls` shows where the root is: "
+            "https://HOST/…/step-7.0001-000001-0123abcd"
         )
 
 

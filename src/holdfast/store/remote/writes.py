@@ -149,7 +149,7 @@ class UploadResources:
     def _expect_progress(self, what: str) -> None:
         silent_s = time.monotonic() - self._progress_at
         if silent_s > self._patience_s:
-            raise TransientStoreError(f"{what}: no byte went out for {silent_s:.0f} s")
+            raise TransientStoreError(f"{what}: no byte was sent for {silent_s:.0f} s")
 
     def _started(self) -> asyncio.AbstractEventLoop:
         # Once, and early: the interpreter starts no thread once it has begun to exit.
@@ -273,7 +273,7 @@ class SinglePut(_Writer):
         with self._lock:
             self._check_complete(nbytes)
             if self._was_sent and not self._is_stored:
-                raise StoreError(f"finish {self._key}: it was not stored; the write before failed")
+                raise StoreError(f"finish {self._key}: it was not stored; an earlier write failed")
             self._state = _UploadState.FINISHED
         if not self._was_sent:  # no write knew that it was the last
             gathered = memoryview(b"") if self._gathered is None else self._gathered
@@ -428,7 +428,7 @@ class MultipartPut(_Writer):
         error = self._upload.exception()
         if isinstance(error, Exception):
             raise self._uploads.api.translate_error("create", self._key, error) from error
-        raise StoreError(f"write {self._key}: the object is complete already")
+        raise StoreError(f"write {self._key}: the object is already complete")
 
     async def _send(self) -> None:
         patience = Patience(self._uploads.api.options)

@@ -290,7 +290,7 @@ class _Run:
                 folders |= {folder for folder in self._steps if _order_of(folder) == order}
             for folder in folders:
                 if folder not in self._steps:
-                    self._report(f"{what}: told of a commit of {folder}, which was none")
+                    self._report(f"{what}: was told of a commit of {folder}, but there was none")
             failed = [told for told in all_told if told.outcome == "failed"]
             if failed and folders:
                 ranks = [told.rank for told in failed]

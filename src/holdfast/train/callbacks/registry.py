@@ -263,7 +263,7 @@ def _check_callbacks(given: list[Callback]) -> None:
         f"{item!r} is not a holdfast.train.Callback" for item in given if not _is_callback(item)
     ]
     if any(count > 1 for count in Counter(map(id, given)).values()):
-        wrong.append("the same object is given twice; it would run twice")
+        wrong.append("the same object is passed twice; it would run twice")
     for callback in filter(_is_callback, given):
         wrong += [f"{type(callback).__name__}.{problem}" for problem in _find_wrong_hooks(callback)]
         wrong += [
@@ -293,7 +293,7 @@ def _find_wrong_hooks(callback: Callback) -> list[str]:
             meant = difflib.get_close_matches(name.removeprefix("on_"), HOOKS, 1, 0.8)
             if name.startswith("on_") or meant:
                 hint = f"; is {meant[0]} meant" if meant else ""
-                found.append(f"{name} looks like a hook and is none{hint}? (see docs/hooks.md)")
+                found.append(f"{name} looks like a hook, but is not one{hint}? (see docs/hooks.md)")
     return found
 
 

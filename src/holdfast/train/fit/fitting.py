@@ -120,7 +120,7 @@ class Fit:
         if found is None:
             found = self._load_start()
         elif self._resuming.start is not None:
-            logger.info("the run goes on from %s; start_from is not used", found.path)
+            logger.info("the run continues from %s; start_from is ignored", found.path)
         load_s = time.monotonic() - began_s
         notes = () if found is None else found.notes
         if found is None:
@@ -139,7 +139,7 @@ class Fit:
         if self._ending.is_at_goal():
             # Starting a finished run again is normal; a goal that was passed may be a mistake.
             level = logging.WARNING if self._ending.is_beyond_goal() else logging.INFO
-            text = "%s is reached already, at step %d"
+            text = "%s was already reached, at step %d"
             logger.log(level, text, self._ending.goal, self._counters.step)
             if is_complete:
                 self._tell(Callback.already_done)
@@ -210,8 +210,8 @@ class Fit:
                 next(iter(data), None)  # here an epoch ends within its last step
         now.take_over(found.timestamp, data)
         logger.warning(
-            "%s: %s: another trainer has saved it, so counting goes on from step %d, epoch %d and "
-            "batch %d of its data",
+            "%s: %s: another trainer has saved it, so counting continues from step %d, epoch %d "
+            "and batch %d of its data",
             found.folder,
             PROGRESS,
             now.step,
@@ -224,8 +224,8 @@ class Fit:
         model, ema, now = self._parts.model, self._parts.ema, self._counters
         if now.were_loaded:
             logger.warning(
-                "the caller has loaded a state of step %d: training goes on from it, with the "
-                "generators as they are. fit(…, start_from=…) loads all of another root's "
+                "the caller has loaded a state of step %d: training continues from it, with the "
+                "generators unchanged. fit(…, start_from=…) loads all of another root's "
                 "checkpoint by itself",
                 now.step,
             )

@@ -165,7 +165,7 @@ class DryRunManager(NullManager):
 
     _WHY = (
         "limits: fast_dev_run: nothing is saved, so there is no store and nothing to load. "
-        "Leave this out in a trial, or run it without fast_dev_run"
+        "Skip this in a trial, or run it without fast_dev_run"
     )
 
     def __init__(self, parts: TrainerParts) -> None:
@@ -264,7 +264,7 @@ class Resuming:
         if is_named and self.start is not None:
             raise UsageError(
                 f"resume={self.how!r} and start_from name two checkpoints: one in this root, one "
-                "elsewhere. Leave an argument out"
+                "elsewhere. Omit one argument"
             )
         if not has_root and (is_named or (self.how == "always" and self.start is None)):
             raise UsageError(f"resume={self.how!r}: this Trainer has no root (checkpoints=None)")
@@ -359,6 +359,6 @@ def check_load_best(checkpoints: Checkpoints, *, validates: bool) -> None:
         raise UsageError("load_best=True: nothing is saved (checkpoints=None); give a root")
     if not validates and not best_rules(checkpoints):
         raise UsageError(
-            "load_best=True: nothing says which checkpoint is the best; give validate=…, or "
+            "load_best=True: no rule or metric selects the best checkpoint; give validate=…, or "
             'keep=Best("loss")'
         )

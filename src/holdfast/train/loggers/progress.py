@@ -57,8 +57,8 @@ class ProgressBar(Logger):
     def already_done(self, training: Training) -> None:
         """Print that the goal is reached already."""
         self._print_line(
-            f"{training.goal} is reached already, at step {training.counters.step}: nothing is "
-            "trained; a larger goal goes on from there"
+            f"{training.goal} was already reached, at step {training.counters.step}: nothing is "
+            "trained; a larger goal continues from there"
         )
 
     def fit_start(self, training: Training) -> None:

@@ -361,7 +361,7 @@ class WeightsAndBiases(RunLogger):
         """
         taken = [name for name in ("id", "resume") if name in settings]
         if taken:
-            raise UsageError(f"WeightsAndBiases: {taken} come from the checkpoint")
+            raise UsageError(f"WeightsAndBiases: omit {taken}: the checkpoint sets them")
         self._settings = settings
         self._library = import_extra("wandb", "wandb")
         super().__init__(references=references)

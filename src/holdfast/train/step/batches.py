@@ -126,7 +126,7 @@ class Batches:
         self.start_iterating(self._epoch)
         self._is_trusted = False
         logger.warning(
-            "data: after %d batches there was no end of the epoch, though %s says so. What is "
+            "data: the epoch did not end after %d batches, the length of the %s. What is "
             "counted in epochs may come a step late: len() must give the batches of a whole epoch",
             num_taken,
             type(self._data).__name__,
@@ -140,9 +140,9 @@ class Batches:
         if not hasattr(self._data, "at_epoch_end") and length_of(self._data) != num_taken:
             self._is_warned = True
             logger.warning(
-                "data: only now is it known that step %d was the last of its epoch, so what is "
-                "counted in epochs (saves, validations) comes a step late: %s has neither "
-                "at_epoch_end nor the length of an epoch in batches (docs/trainer.md)",
+                "data: the end of the epoch at step %d was noticed late, so what is counted in "
+                "epochs (saves, validations) comes a step late: %s has neither at_epoch_end nor "
+                "the length of an epoch in batches (docs/trainer.md)",
                 step,
                 type(self._data).__name__,
             )

@@ -244,12 +244,12 @@ class Scores:
                 wrong.append(f"{name} ({error})")
         self._count = own["count"]
         self._warn_of_restart(lacking, "the checkpoint lacks them", own)
-        self._warn_of_restart(wrong, "what the checkpoint has does not fit", own)
+        self._warn_of_restart(wrong, "their state in the checkpoint does not fit", own)
 
     def _warn_of_restart(self, names: Sequence[str], why: str, own: Mapping[str, Any]) -> None:
         if names and own["count"]:
             logger.warning(
-                "metrics %s begin anew in the middle of the epoch: %s", ", ".join(names), why
+                "metrics %s start over in the middle of the epoch: %s", ", ".join(names), why
             )
 
     def _collect_states(self) -> dict[str, Any]:

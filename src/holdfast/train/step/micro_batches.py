@@ -94,7 +94,7 @@ class MicroBatches:
         self._size = -(-size // 2)
         logger.warning(
             "out of memory with %d samples at once: batches are split into micro-batches of %d "
-            "samples at most from now on, and the step is done again",
+            "samples at most from now on, and the step is repeated",
             size,
             self._size,
         )

@@ -210,16 +210,16 @@ class Control:
         """End the step: update the loss scale."""
         if not self._stepped:
             raise UsageError(
-                "update has stepped no optimizer: call step(), and for steps that train nothing "
-                "give skip_steps"
+                "update did not step any optimizer: call step(), and use skip_steps for steps "
+                "that train nothing"
             )
         self._update.numerics.end_step()
 
     def _expect_once(self, name: str) -> None:
         if name in self._stepped and self._update.numerics.scaler is not None:
             raise UsageError(
-                f"step({name!r}): with fp16 an optimizer steps once a step, as its gradients have "
-                'one scale; use precision="bf16"'
+                f"step({name!r}): with fp16 each optimizer can step only once per step, as its "
+                'gradients have one scale; use precision="bf16"'
             )
 
     def _find_optimizer(self, name: str | None) -> tuple[str, torch.optim.Optimizer]:

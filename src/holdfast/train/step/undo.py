@@ -143,7 +143,7 @@ class StepUndo:
             changed = weights.find_changed()
         except Exception:
             self.allows_save = False
-            logger.exception("the state before the validation cannot be put back, nor saved")
+            logger.exception("the state before the validation can be neither restored nor saved")
             return
         if changed:
             self.allows_save = False
