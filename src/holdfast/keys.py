@@ -1,7 +1,7 @@
 """Encryption keys: where they come from, and how they wrap the data key of a checkpoint.
 
-Each checkpoint is encrypted with a data key of its own, which is wrapped for each user's key.
-Secrets are never shown in a `repr` or in an error.
+Each checkpoint has a data key of its own, wrapped for each user's key: these bytes are on disk
+(docs/format.md, section 10; tests/golden/test_sealed.py). No `repr` or error shows a secret.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rank of this process among those of its run, as the process group or the launcher says.
+"""Rank and world size of this process, from torch's process group or the launcher's environment.
 
 Only looks: starts nothing, and does not import torch.
 """

@@ -1,6 +1,6 @@
-"""Loads of one manager: the checks before, the load, and the run that continues from it.
+"""Training-thread part of `resume` and `load`: checks, the load, and how the run continues.
 
-All of it runs in the training thread. `loading.apply` chooses a checkpoint and applies it.
+`loading.apply` chooses a checkpoint and applies it.
 """
 
 from __future__ import annotations

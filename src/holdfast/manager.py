@@ -1,7 +1,7 @@
-"""CheckpointManager: the object through which a training loop saves and resumes.
+"""`CheckpointManager`: the object with which a training loop saves and resumes.
 
-Has the public methods, which run in the training thread (docs/design.md, section 4). The parts are
-built in `session`; `save_controller` and `load_controller` use them.
+Public methods run in the training thread; those that save or load need `count_calls`, so that all
+ranks count alike (tests/saving/test_call_counter.py). `session` builds the parts.
 """
 
 from __future__ import annotations

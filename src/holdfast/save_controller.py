@@ -1,6 +1,7 @@
-"""Saves of one manager, up to the copy of the state: which is due, its checks, its request.
+"""Training-thread part of saves: decides whether one is due, captures and stages the state.
 
-All of it runs in the training thread. Then `saving.saver` writes and commits in the save thread.
+Then `saving.saver` writes and commits in the save thread. All ranks must find the same saves due,
+and count them alike even if a call raises on one of them (tests/saving/test_call_counter.py).
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class SaveController:
             if isinstance(event, str) and session.validated:
                 best = session.validated.find_due_save(now.step, values, event)
             due = self._find_due(now, values, events, vetoes, asked, [wanted, best])
-            session.distributed.know_due(due is not None)
+            session.distributed.note_due(due is not None)
             if session.ranks.is_leader and not is_alone:
                 by_leader = session.schedule.due_by_leader(
                     now, values, events, vetoes=vetoes, but=due

@@ -1,8 +1,8 @@
-"""The parts of one manager, built from its options, and how they end together.
+"""`Session`: the parts of one manager, built from its options, and how they end together.
 
-Its saves (`save_controller`) and its loads (`load_controller`) share them. `count_calls` counts the
-calls that all ranks make alike (decision 0035). A call that raises on one rank alone, for instance
-because of a wrong argument, must count there as well.
+`save_controller` and `load_controller` share them. `finish` ends saves and uploads before it
+releases the run, to record that nothing is in flight. `count_calls` counts the calls that all ranks
+make alike (decision 0035), also those that raise on one rank alone, as for a wrong argument.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from holdfast.checkpoints import Checkpoints, StateHooks
 from holdfast.checkpoints import best_rules as best_saves_of
 from holdfast.control import exits
-from holdfast.control.external_events import outside_of
+from holdfast.control.external_events import make_external_events
 from holdfast.control.reporter import commands_of
 from holdfast.control.save_requests import Requests
 from holdfast.control.stop import Stop
@@ -28,7 +28,7 @@ from holdfast.errors import HoldfastError, ManagerUnusable, UnsupportedState, Us
 from holdfast.events import Emitter
 from holdfast.format.manifest import WatchedMetric
 from holdfast.launched import memory_folder
-from holdfast.loading.distributed import applying
+from holdfast.loading.distributed import make_applier
 from holdfast.maintenance.housekeeping import IntervalMeasurements, PostSaveTasks
 from holdfast.maintenance.preflight import FirstSaveChecks, probe_as_follower
 from holdfast.ownership.owner import left_s
@@ -41,7 +41,7 @@ from holdfast.policy.rules import best_rules
 from holdfast.policy.schedule import SaveSchedule, policy_of
 from holdfast.ranks.chosen import GroupAlarm, coordinator_of
 from holdfast.ranks.coordinator import Coordinator, Processes
-from holdfast.replication.mirror import ownership
+from holdfast.replication.mirror import make_ownership
 from holdfast.saving.compression import Compressing, resolve_compress
 from holdfast.saving.distributed import DistributedSaves
 from holdfast.saving.probe import ProbeResult
@@ -145,7 +145,7 @@ class Session:
         self._exit_timeout_s = checkpoints.exit_timeout_s
         self.stop = stop
         self._own_root(checkpoints, rules)
-        self.applier = applying(
+        self.applier = make_applier(
             self.ranks,
             self.store,
             self.owner,
@@ -191,7 +191,7 @@ class Session:
         assert checkpoints.root is not None
         if isinstance(checkpoints.root, HostTiers):
             self._join_hosts(checkpoints.root, checkpoints.save_timeout_s)
-        self.owner, self.uploads, self.housekeeper = ownership(
+        self.owner, self.uploads, self.housekeeper = make_ownership(
             checkpoints.root,
             self.catalog,
             rules,
@@ -245,7 +245,7 @@ class Session:
         )
         if self.records is not None:
             self.distributed.records, self.distributed.copies = self.records, self._copies
-        self.events = outside_of(
+        self.events = make_external_events(
             self.ranks,
             Requests(self.store, emit=self.emit),
             self.stop,
@@ -467,9 +467,9 @@ def count_calls(kind: Kind) -> Callable[[F], F]:
                 if calls is None:
                     return method(manager, *args, **named)
                 if kind != "load":
-                    with calls.one(kind):
+                    with calls.counted_call(kind):
                         return method(manager, *args, **named)
-                with calls.one_load(method, manager, *args, **named):
+                with calls.counted_load(method, manager, *args, **named):
                     return method(manager, *args, **named)
             finally:
                 manager.one_thread.release()
@@ -489,22 +489,22 @@ class Calls:
         self._edit_load = session.hooks.edit_load
 
     @contextmanager
-    def one(self, kind: Kind) -> Iterator[None]:
+    def counted_call(self, kind: Kind) -> Iterator[None]:
         """Count the call in the `with` block."""
         if kind == "save":
-            with self._distributed.one_save():
+            with self._distributed.counted_save():
                 yield
         else:
-            with self._events.one_call(), self._distributed.one_call():
+            with self._events.counted_call(), self._distributed.counted_call():
                 yield
 
     @contextmanager
-    def one_load(self, method: Callable[..., Any], *args: Any, **named: Any) -> Iterator[None]:
+    def counted_load(self, method: Callable[..., Any], *args: Any, **named: Any) -> Iterator[None]:
         """Count the call of a method that loads, with these arguments, in the `with` block."""
-        self._distributed.count_anew()
+        self._distributed.restart_count()
         arguments = _arguments(method, *args, **named)
         arguments["hooks.edit_load"] = _format_argument(self._edit_load)
-        with self._applier.one_load(method.__name__, arguments):
+        with self._applier.counted_load(method.__name__, arguments):
             yield
 
 

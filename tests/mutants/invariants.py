@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         name="a-follower-claims",
         promise="I1: one writer of the register: the leader",
-        place="ownership",
+        place="make_ownership",
         before="    if not leads:\n",
         after="    if not leads and takeover:\n",
         near=(
@@ -27,7 +27,7 @@ MUTANTS = (
     Mutant(
         name="mend-writes-over-good-files",
         promise="I1: mend replaces only files that are damaged",
-        place="mend",
+        place="repair_checkpoint",
         before=("for name in dict.fromkeys(p.file for p in problems if p.file in listing.files):"),
         after="for name in listing.files if problems else ():",
         near=("tests/replication/test_repair.py",),
@@ -89,8 +89,8 @@ MUTANTS = (
         name="digest-of-the-save-before",
         promise="I3: digests are those of the staged bytes",
         place="KnownFile",
-        before="            self.digests[number] = None\n\n    def doubt",
-        after="            self.digests[number] = self.digests[number]\n\n    def doubt",
+        before="            self.digests[number] = None\n\n    def discard_digests",
+        after="            self.digests[number] = self.digests[number]\n\n    def discard_digests",
         near=(
             "tests/staging/test_copy_tasks.py",
             "tests/test_manager.py",

@@ -473,7 +473,7 @@ MUTANTS = (
     Mutant(
         name="plan-id-not-compared",
         promise="R38: no rank goes by a plan that it does not know",
-        place="_RanksSave._know",
+        place="_RanksSave._keep_plan",
         before="if plan_id != self._plan_id or self._part is None:",
         after="if self._part is None:",
         near=(

@@ -193,7 +193,7 @@ def test_what_was_read_in_the_remote_tier_lets_nothing_go_in_the_local_one(
     def fail(*args: object, **options: object) -> None:
         raise TransientStoreError("no network")
 
-    monkeypatch.setattr("holdfast.replication.mirror.mend", fail)
+    monkeypatch.setattr("holdfast.replication.mirror.repair_checkpoint", fail)
     flip(Path(local.url, str(Catalog(local).attempts()[0]), "tiny-00000.safetensors"))
     tiny = Tiny(LARGE)
     with opened(Tiered(local, remote, keep_local=Last(1)), tiny) as manager:

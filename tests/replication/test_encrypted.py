@@ -35,7 +35,7 @@ from holdfast.ownership.tiered import share_claims
 from holdfast.ownership.tiered_options import Tiered
 from holdfast.policy.rules import Last
 from holdfast.replication.copy_checkpoints import copy_checkpoints, plan_copies
-from holdfast.replication.mirror import Mirror, mend
+from holdfast.replication.mirror import Mirror, repair_checkpoint
 from holdfast.replication.upload import Sender, UploadInterrupted
 from holdfast.root.catalog import Catalog
 from holdfast.root.upload_records import Ledger
@@ -663,7 +663,7 @@ def test_nothing_is_put_back_beside_what_was_deleted_meanwhile(local: LocalStore
     tombstone = Deleted(save_id="0" * 32, by="writer 1", reason="no longer wanted")
     local.put(f"{folder}/manifest.json", tombstone.encode())
     with pytest.raises(errors.NoCheckpoint, match="any more"):
-        mend(sealing(local, SEALS), sealing(remote, SEALS), folder, epoch=1)
+        repair_checkpoint(sealing(local, SEALS), sealing(remote, SEALS), folder, epoch=1)
     assert "keys-0001.json" not in local.children(folder)
 
 
@@ -706,7 +706,7 @@ def test_nothing_is_mended_from_another_checkpoint_that_our_keys_open(
     lost.unlink()
     before = {info.key: local.get(info.key) for info in local.list()}
     with pytest.raises(errors.CorruptData, match="the manifest there belongs to"):
-        mend(sealing(local, SEALS), sealing(remote, SEALS), folder, epoch=1)
+        repair_checkpoint(sealing(local, SEALS), sealing(remote, SEALS), folder, epoch=1)
     assert {info.key: local.get(info.key) for info in local.list()} == before
     lost.write_bytes(whole)
     assert opened_steps(local) == [1]
@@ -723,7 +723,11 @@ def test_it_ends_soon_when_it_is_interrupted_while_it_compares(local: LocalStore
     sender = Sender(sealing(FaultyStore(local, [slow]), SEALS), remote, num_threads=1, timeout_s=60)
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(
-            sender.upload_checkpoint, newest(local), epoch=1, told=lambda cost: None, unclear=set()
+            sender.upload_checkpoint,
+            newest(local),
+            epoch=1,
+            on_progress=lambda cost: None,
+            unclear=set(),
         )
         assert slow.reached.wait(60)
         sender.background.ask_to_stop()

@@ -268,7 +268,7 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_still_waits_and_is_spared(
     store = FaultyStore(local, [wrong])
     owner = Ownership(store, takeover=False, emit=Emitter(()))
     backlog = UploadQueue(store, remote.url, All(), Emitter(()), owner, replaces=False)
-    backlog.see({}, ())
+    backlog.record_listing({}, ())
     assert wrong.reached.is_set()
     assert backlog.spared == (folder,)
     assert [*Ledger(local).waiting()] == [folder]

@@ -13,7 +13,7 @@ from holdfast.maintenance.verify import verify
 from holdfast.ownership.annotations import reject
 from holdfast.ownership.claim import Choice, claim_run
 from holdfast.ownership.tiered_options import Tiered
-from holdfast.replication.mirror import mend
+from holdfast.replication.mirror import repair_checkpoint
 from holdfast.replication.upload import UploadInterrupted
 from holdfast.root.catalog import Catalog
 from holdfast.store.local import LocalStore
@@ -58,11 +58,11 @@ def test_it_replaces_what_is_damaged_and_nothing_else(
     reject(local, folder, by="resume", reason="a flipped bit")
     untouched = Path(local.url) / folder / "rng-00000.safetensors"
     before = untouched.stat().st_ino
-    assert mend(local, remote, folder, epoch=1) == (FILE,)
+    assert repair_checkpoint(local, remote, folder, epoch=1) == (FILE,)
     assert untouched.stat().st_ino == before
     assert verify(local, folder).ok
     assert not Catalog(local).marks(folder).rejected
-    assert mend(local, remote, folder, epoch=1) == ()
+    assert repair_checkpoint(local, remote, folder, epoch=1) == ()
 
 
 def test_wrong_bytes_do_not_mend(local: LocalStore, remote: MemoryStore) -> None:
@@ -73,7 +73,7 @@ def test_wrong_bytes_do_not_mend(local: LocalStore, remote: MemoryStore) -> None
     data[-1] ^= 1
     remote.put(f"{folder}/{FILE}", data)
     with pytest.raises(errors.CorruptData):
-        mend(local, remote, folder, epoch=1)
+        repair_checkpoint(local, remote, folder, epoch=1)
     assert local.get(f"{folder}/{FILE}") == damaged
     assert [name for name in local.children() if name.startswith("sending-")] == []
 
@@ -84,7 +84,7 @@ def test_who_was_superseded_mends_nothing(local: LocalStore, remote: MemoryStore
     damaged = local.get(f"{folder}/{FILE}")
     claim_run(local, repeat(Choice(point=None, is_rollback=True)), takeover=True, emit=Emitter(()))
     with pytest.raises(errors.Superseded):
-        mend(local, remote, folder, epoch=1)
+        repair_checkpoint(local, remote, folder, epoch=1)
     assert local.get(f"{folder}/{FILE}") == damaged
 
 
@@ -94,11 +94,11 @@ def test_an_interrupted_repair_leaves_the_file(local: LocalStore, remote: Memory
     damaged = local.get(f"{folder}/{FILE}")
     background.ask_to_stop()
     with pytest.raises(UploadInterrupted):
-        mend(local, remote, folder, epoch=1, background=background)
+        repair_checkpoint(local, remote, folder, epoch=1, background=background)
     assert local.get(f"{folder}/{FILE}") == damaged
     assert [name for name in local.children() if name.startswith("sending-")] == []
     background.proceed()
-    assert mend(local, remote, folder, epoch=1, background=background) == (FILE,)
+    assert repair_checkpoint(local, remote, folder, epoch=1, background=background) == (FILE,)
 
 
 @pytest.mark.parametrize("kind", ["stop_after", *full("stop_before")])
@@ -110,11 +110,11 @@ def test_a_stop_anywhere_leaves_what_can_be_mended(
     while True:
         faulty = FaultyStore(local, [Fault(kind=kind, at=at)])  # type: ignore[arg-type]
         try:
-            mend(faulty, remote, folder, epoch=1)
+            repair_checkpoint(faulty, remote, folder, epoch=1)
         except Stopped:
             at += 1
             continue
         break
     assert at > 5
-    mend(local, remote, folder, epoch=1)
+    repair_checkpoint(local, remote, folder, epoch=1)
     assert verify(local, folder).ok

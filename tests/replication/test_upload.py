@@ -53,7 +53,7 @@ def sender(local: Store, remote: Store, **options: Any) -> Sender:
 
 def send(one: Sender, local: Store, told: Any = lambda cost: None) -> Cost:
     return one.upload_checkpoint(
-        Catalog(local).checkpoints()[0].folder, epoch=1, told=told, unclear=set()
+        Catalog(local).checkpoints()[0].folder, epoch=1, on_progress=told, unclear=set()
     )
 
 
@@ -164,7 +164,7 @@ def test_gc_leaves_the_register_of_what_a_paused_process_sends(
     folder = Catalog(local).checkpoints()[0].folder
     with ThreadPoolExecutor(1) as pool:
         late = pool.submit(
-            slow.upload_checkpoint, folder, epoch=2, told=lambda cost: None, unclear=set()
+            slow.upload_checkpoint, folder, epoch=2, on_progress=lambda cost: None, unclear=set()
         )
         assert paused.reached.wait(60)
         if not is_whole:

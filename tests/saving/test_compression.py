@@ -23,7 +23,7 @@ from holdfast.saving.compression import (
     Chooser,
     CodecTrial,
     Throughput,
-    best,
+    choose_trial,
 )
 from holdfast.store.local import LocalStore
 
@@ -56,7 +56,7 @@ def test_the_least_time_wins_and_none_where_nothing_gains(
     store_mb_per_s: float, num_threads: int, expected: Compression | None
 ) -> None:
     trials = [trial(ZSTD, 0.7, 600), trial(LZ4, 0.85, 2500)]
-    found = best(
+    found = choose_trial(
         trials,
         store_s_per_byte=1e-6 / store_mb_per_s,
         plain_s_per_byte=1e-6 / store_mb_per_s,
@@ -78,7 +78,7 @@ def test_only_the_stores_part_of_a_save_becomes_shorter(
     ratio: float, plain: float, is_taken: bool
 ) -> None:
     s_per_byte = 1e-8
-    found = best(
+    found = choose_trial(
         [trial(ZSTD, ratio, 10_000)],
         store_s_per_byte=s_per_byte,
         plain_s_per_byte=plain * s_per_byte,
@@ -88,7 +88,7 @@ def test_only_the_stores_part_of_a_save_becomes_shorter(
 
 
 def test_without_codecs_there_is_no_choice() -> None:
-    assert best([], store_s_per_byte=1e-8, plain_s_per_byte=1e-8, num_threads=8) is None
+    assert choose_trial([], store_s_per_byte=1e-8, plain_s_per_byte=1e-8, num_threads=8) is None
 
 
 class Played:
@@ -238,7 +238,7 @@ def test_a_library_that_fails_stops_nothing(
     def broken(*_: Any) -> None:
         raise ImportError("a library is broken")
 
-    monkeypatch.setattr(compression, "tried", broken)
+    monkeypatch.setattr(compression, "try_codec", broken)
     events: list[Event] = []
     state = {"model": {"w": torch.randn(12 * MIB)}}
     with CheckpointManager(tmp_path, state, compress="auto", sinks=(events.append,)) as manager:

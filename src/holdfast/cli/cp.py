@@ -185,7 +185,7 @@ def _copied(
         while planned:
             before = len(done)
             try:
-                for item in copy_checkpoints(store, target, planned, emit=emit, told=told):
+                for item in copy_checkpoints(store, target, planned, emit=emit, on_progress=told):
                     done.append(_describe_copy(store, item))
                 return True
             except HoldfastError as error:

@@ -1,6 +1,7 @@
-"""Agreement of all ranks on the call at which they save something that only the leader knows of.
+"""Makes all ranks act on a signal, a request or a due save of the leader at the same call.
 
-Positions are counts of calls, which all ranks make in the same order (decision 0035).
+Positions are counts of calls, which all ranks make in the same order (decision 0035). No rank may
+pass the position that it has promised (tests/control/test_agreement.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _AgreedStep(msgspec.Struct, frozen=True):
 
 
 class SaveStepAgreement:
-    """Gives all ranks the leader's wishes, each wish at the same call of `look` on every rank.
+    """Gives all ranks the leader's wishes, each at the same `count_call` on every rank.
 
     The leader's thread asks. The thread of each rank answers with a position that the rank will
     not pass before it has heard more. The leader names the largest of them. So a call waits only

@@ -113,7 +113,7 @@ class ExternalEvents:
         """No-op: what is due by this rank alone is saved at once."""
 
     @contextmanager
-    def one_call(self) -> Iterator[None]:
+    def counted_call(self) -> Iterator[None]:
         """Count the call of `maybe_save` in the `with` block, with several ranks."""
         yield
 
@@ -172,7 +172,7 @@ class DistributedEvents(ExternalEvents):
         """Requests whose wish is on its way."""
         self._under_way: Due | None = None
         self._has_looked = True
-        """Whether `look` was reached in this call of `maybe_save`."""
+        """Whether `collect_events` was reached in this call of `maybe_save`."""
         self._asked_again: PendingSave | None = None
         """Failed save that the leader has asked for again."""
         self._next: Due | None = None
@@ -210,7 +210,7 @@ class DistributedEvents(ExternalEvents):
 
     @override
     @contextmanager
-    def one_call(self) -> Iterator[None]:
+    def counted_call(self) -> Iterator[None]:
         self._has_looked = False
         try:
             yield
@@ -276,7 +276,7 @@ def _check_events(event: Event | Sequence[Event]) -> list[Event]:
     return events
 
 
-def outside_of(
+def make_external_events(
     ranks: Coordinator,
     requests: Requests,
     stop: Stop | None,

@@ -1,7 +1,8 @@
 """Requests for saves from other processes: by `holdfast save`, or by a file in `requests/`.
 
 The process that owns the run polls for requests between two steps, and answers them. The files were
-written by others: they are read with limits, and none of them may stop training.
+written by others: they are read with limits, and none of them may stop training. The answer is
+written before the request is removed, so a crash loses none (tests/control/test_save_requests.py).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class CheckpointApplier:
         return CheckpointSearch(**parts)
 
     @contextmanager
-    def one_load(self, method: str, arguments: Mapping[str, str]) -> Iterator[None]:
+    def counted_load(self, method: str, arguments: Mapping[str, str]) -> Iterator[None]:
         """Count the load in the `with` block, with several ranks, and keep what was called."""
         yield
 

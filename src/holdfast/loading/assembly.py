@@ -1,12 +1,11 @@
-"""Stored tensors in memory: whole ones as columns, and those put together from stored boxes.
+"""Loaded tensors in memory: whole ones as columns, others assembled from boxes (slices).
 
 A tensor object, or a record of its place, costs several times a copy of its few bytes. So both are
 made only when a tensor is requested by its key; plain live tensors are filled from addresses
 (docs/decisions/0024).
 
-A box that is stored and one that is held share a box of elements. Where these follow each other in
-the file and in the held tensor, they are copied as bytes from the block that was read. Others are
-read together with what lies between them, and then copied by their strides.
+Elements that follow each other in the file and in the held tensor are copied as bytes from the
+block that was read. Others are read with what lies between them, and then copied by strides.
 """
 
 from __future__ import annotations

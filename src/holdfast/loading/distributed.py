@@ -1,4 +1,4 @@
-"""Loads by all ranks of a run: one candidate at a time, which all read before any applies it.
+"""Distributed loads: all ranks must be able to use a candidate before any of them applies it.
 
 The leader searches, and announces each candidate; damage on any rank is damage for all, and a
 misfit on any rank changes nothing anywhere (decision 0035). If each host has a disk, the leader
@@ -129,7 +129,7 @@ class _Interrupted(Exception):
         self.note = note
 
 
-def applying(
+def make_applier(
     ranks: Coordinator,
     store: Store,
     owner: Ownership,
@@ -235,7 +235,7 @@ class _RanksApplying(CheckpointApplier):
 
     @override
     @contextmanager
-    def one_load(self, method: str, arguments: Mapping[str, str]) -> Iterator[None]:
+    def counted_load(self, method: str, arguments: Mapping[str, str]) -> Iterator[None]:
         """Count the load in the `with` block; tell the others if it fails before it begins."""
         self._call = _Call(method, dict(arguments))
         self._num_loads += 1
@@ -643,7 +643,7 @@ class FollowingApplying(_RanksApplying):
             if note.sources is not None:
                 manifest = self._read_manifest(note.folder, note.sources)
                 search.use_view(self._use_sources(note.folder, manifest, note.sources))
-            search.choose_alike(note.folder, is_remote=note.is_remote, known=manifest)
+            search.adopt_choice(note.folder, is_remote=note.is_remote, known=manifest)
         except HoldfastError as error:
             if error is self._lost:
                 raise
@@ -682,7 +682,7 @@ class FollowingApplying(_RanksApplying):
     def _adopt(self, note: _Apply, search: Search) -> None:
         if note.claim is not None:
             self._owner.adopt(note.claim)
-        search.reject_alike(note.rejected)
+        search.adopt_rejections(note.rejected)
         if search.candidate is not None:
             search.candidate.prepared.note_untaken(note.untaken)
 

@@ -1,4 +1,4 @@
-"""Records and files of a run whose local tier is a disk of each host (decision 0068).
+"""Finds which host has which record and file, if each host has a local tier (decision 0068).
 
 The leader learns what each host has, copies into its own root the records that it lacks, and says
 from where each file of a candidate is read. A `HostView` reads them so.

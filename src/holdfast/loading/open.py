@@ -1,6 +1,6 @@
 """Opening of a checkpoint: its index and its components' trees are read and checked.
 
-Every document is small and read whole. The tensors are read later, by `tensors.TensorReader`.
+Every document is small and read whole. The tensors are read later, by `tensor_reader.TensorReader`.
 """
 
 from __future__ import annotations

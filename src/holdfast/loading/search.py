@@ -609,7 +609,7 @@ class Search:
         """Read the next candidate through this store."""
         self._reader.view = view
 
-    def choose_alike(self, folder: str, *, is_remote: bool, known: Manifest | None = None) -> None:
+    def adopt_choice(self, folder: str, *, is_remote: bool, known: Manifest | None = None) -> None:
         """Set `candidate` to the checkpoint that the leader has chosen, from the same tier.
 
         `known` is its manifest, if the leader has sent it.
@@ -632,7 +632,7 @@ class Search:
         candidate.prepared.ready(candidate.tensors)
         self.candidate = candidate
 
-    def reject_alike(self, rejected: Sequence[tuple[str, str]]) -> None:
+    def adopt_rejections(self, rejected: Sequence[tuple[str, str]]) -> None:
         """Record which checkpoints the leader has skipped."""
         self._reader.passed_over = {folder: CorruptData(reason) for folder, reason in rejected}
 

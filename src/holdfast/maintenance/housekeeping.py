@@ -160,7 +160,7 @@ class UploadQueries:
     def queue_new_uploads(self) -> None:
         """Queue the upload of a new local checkpoint; call before local retention runs."""
 
-    def mend_now(self) -> None:
+    def request_repairs(self) -> None:
         """Request repairs of damaged local checkpoints from the remote tier, in the background."""
 
     def expect_room(
@@ -266,7 +266,7 @@ class PostSaveTasks:
         self._housekeeper.remove_unfinished()
         if self._leads:
             self._tuning.load_recorded_costs()
-            self._uploads.mend_now()
+            self._uploads.request_repairs()
 
     def after_commit(self, entry: Entry) -> None:
         """Record a new checkpoint's cost, queue its upload, then run local retention."""

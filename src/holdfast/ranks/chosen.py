@@ -1,4 +1,4 @@
-"""Choice of the ranks that a manager works with; the coordinator of a run of one process."""
+"""Chooses a manager's coordinator: of torch's process group, the user's, or of one process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Coordinator: rounds in which every rank posts to the leader and hears what it announces.
+"""`Coordinator`: interface for messages of ranks, which post to the leader and hear it announce.
 
-A `Watch` follows a long wait: who is late, and whose process has ended. It sends nothing. All
-coordinators pass tests/ranks/test_contract.py.
+Implementations must pass tests/ranks/test_contract.py. A `Watch` follows a long wait: who is late,
+and whose process has ended.
 """
 
 from __future__ import annotations

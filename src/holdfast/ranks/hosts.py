@@ -215,13 +215,13 @@ def find_hosts(rounds: HostRounds, store: Store, remote: Store, *, tries_remote:
                 remote.put(shared, b"")
                 has_put = True
         # Not before all have written, and none removes its file before all have looked.
-        _meet_again(rounds, b"")
+        _exchange_note(rounds, b"")
         store.refresh_folder(folder)
         names = (name.removeprefix("rank-") for name in store.children(folder))
         seen = tuple(sorted(int(name) for name in names if name.isdecimal()))
         sees = has_put if ranks.is_leader else _sees(remote, shared)
         look = _Look(socket.gethostname(), store.url, seen, remote.url, sees)
-        note = _meet_again(rounds, msgspec.msgpack.encode(look))
+        note = _exchange_note(rounds, msgspec.msgpack.encode(look))
     finally:
         with suppress(StoreError):
             store.delete(own)
@@ -247,7 +247,7 @@ def _sees(store: Store, key: str) -> bool | None:
     return True
 
 
-def _meet_again(rounds: HostRounds, data: bytes) -> bytes:
+def _exchange_note(rounds: HostRounds, data: bytes) -> bytes:
     """Post data, and return the leader's note, which follows the posts of all ranks."""
     rounds.post_answer(data)
     if not rounds.ranks.is_leader:

@@ -101,7 +101,7 @@ def plan_copies(
     *,
     passed_over: Callable[[str, HoldfastError], None] | None = None,
 ) -> tuple[PlannedCopy, ...]:
-    """Plan copies, oldest first; `passed_over` is told of impossible ones, which else raise."""
+    """Plan copies, oldest first; `passed_over` gets the impossible ones, which else raise."""
     planned = []
     for folder in folders:
         try:
@@ -169,13 +169,13 @@ def copy_checkpoints(
     planned: Sequence[PlannedCopy],
     *,
     emit: Emitter,
-    told: Callable[[str, int, int], None] | None = None,
+    on_progress: Callable[[str, int, int], None] | None = None,
 ) -> Iterator[Copied]:
     """Copy checkpoints as planned; yield the outcome of each. Encrypted ones stay encrypted.
 
     Claims the target meanwhile. Every block is compared with its digest on the way. What an
-    interrupted copy has sent is not sent again; pins and tags are copied, too. `told` is called
-    with a folder, its bytes so far and all its bytes, from several threads.
+    interrupted copy has sent is not sent again; pins and tags are copied, too. `on_progress` gets
+    a folder, its bytes so far and all its bytes, in several threads.
     """
     if all(item.is_complete for item in planned):
         for item in planned:
@@ -208,7 +208,7 @@ def copy_checkpoints(
     try:
         for item in planned:
             with leased(source, item.folder, emit=emit):
-                copied = _copy_one(sender, source, target, item, owner, claim, told)
+                copied = _copy_one(sender, source, target, item, owner, claim, on_progress)
                 warning = _point_latest(target)
                 if warning and not warned:
                     warned = warning
@@ -231,15 +231,17 @@ def _copy_one(
     item: PlannedCopy,
     owner: Ownership,
     claim: Claim,
-    told: Callable[[str, int, int], None] | None,
+    on_progress: Callable[[str, int, int], None] | None,
 ) -> Copied:
     folder, total = item.folder, item.nbytes
 
-    def tell(cost: Cost) -> None:
-        if told is not None:
-            told(folder, min(cost.nbytes, total), total)
+    def report(cost: Cost) -> None:
+        if on_progress is not None:
+            on_progress(folder, min(cost.nbytes, total), total)
 
-    cost = sender.upload_checkpoint(folder, epoch=claim.epoch, told=tell, unclear=owner.unclear)
+    cost = sender.upload_checkpoint(
+        folder, epoch=claim.epoch, on_progress=report, unclear=owner.unclear
+    )
     with suppress(SealError):  # without a key there are none
         copy_marks(source, target, item.name)
     return Copied(

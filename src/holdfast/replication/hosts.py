@@ -497,7 +497,7 @@ class HostUploads(UploadThread):
         )
 
     @override
-    def go_on(self) -> None:
+    def resume_uploads(self) -> None:
         """Drop what is known, record the host in its root, and wait for orders."""
         hosts = self._orders.hosts
         if self.claim is None or not hosts.is_host_leader or hosts.is_leading:
@@ -509,7 +509,7 @@ class HostUploads(UploadThread):
             remote=self._remote.url, changed=utc_text(), epoch=self.claim.epoch, host=names.own
         )
         self._ledger.note_tiers(record)
-        super().go_on()
+        super().resume_uploads()
 
     # In the thread
 
@@ -656,7 +656,7 @@ class HostFollowing(Following):
         self._uploads.pause()
         super().adopt(claim)
         self._uploads.claim = claim
-        self._uploads.go_on()
+        self._uploads.resume_uploads()
 
 
 def follow_hosts(

@@ -3,7 +3,7 @@
 Owns the upload thread, the only one that makes requests to the remote tier, and the interface of
 the training threads to it. A round of that thread uploads the queued checkpoints, prunes the remote
 tier, and repairs the local one. A failed upload is logged and retried; it delays only the deletion
-of checkpoints that are not uploaded yet.
+of checkpoints that are not uploaded yet. tests/crash/test_tiers.py fails every single request.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Mirror(UploadThread):
         timeout_s: float,
         hosts: HostOrders | None = None,
     ) -> None:
-        """Create a mirror, paused until `go_on`. `replaces` is as for `Deleter`; `timeout_s` is
-        the longest that callers wait; `hosts` are the ranks of a run with a disk on each host."""
+        """Create a mirror, paused until `resume_uploads`. `replaces` is as for `Deleter`; callers
+        wait at most `timeout_s`; `hosts` are the ranks of a run with a disk on each host."""
         self._owner = owner
         self._hosts = hosts
         self._catalog = owner.catalog
@@ -112,7 +112,7 @@ class Mirror(UploadThread):
         copied there yet, after the claim."""
         self._undecided: tuple[str, ...] = ()
         """Folders of saves of which no host knows whether they were committed."""
-        self._may_mend = False
+        self._may_repair = False
         """Whether the next round repairs damaged checkpoints of the local tier."""
         self._clear_cached_facts()
 
@@ -141,7 +141,7 @@ class Mirror(UploadThread):
         try:
             self._queue.refresh()
         except Exception as error:  # noqa: BLE001 - the save stands; nothing is deleted meanwhile
-            self._queue.doubt()
+            self._queue.mark_unsure()
             self._emit("housekeeping_failed", f"queue of uploads: {error!r}")
         self._may_release = True
         self._wake()
@@ -159,8 +159,8 @@ class Mirror(UploadThread):
         return folders
 
     @override
-    def mend_now(self) -> None:
-        self._may_mend = self._may_release = True
+    def request_repairs(self) -> None:
+        self._may_repair = self._may_release = True
         self._wake()
 
     @override
@@ -204,7 +204,7 @@ class Mirror(UploadThread):
     # The thread
 
     @override
-    def go_on(self) -> None:
+    def resume_uploads(self) -> None:
         if self._hosts is not None:
             names = self._sender.hosts = self._hosts.names
             self._queue.host = "" if names is None else names.own
@@ -212,7 +212,7 @@ class Mirror(UploadThread):
             incomplete = self._find_incomplete(self._hosts)
             self._queue.incomplete = self._deleter.incomplete = incomplete
             self._note_undecided(self._hosts)
-        super().go_on()
+        super().resume_uploads()
 
     def _note_undecided(self, hosts: HostOrders) -> None:
         """Warn of saves that may be committed, on a disk that takes no part; they stay for now."""
@@ -267,8 +267,8 @@ class Mirror(UploadThread):
             self._clear_away()
         if not background.is_stopping:
             self._copy_history()
-        if self._may_mend and not background.is_stopping:
-            self._mend()
+        if self._may_repair and not background.is_stopping:
+            self._repair_local()
         if self._is_behind and self._may_release and not background.is_stopping:
             # Checkpoints that an earlier process kept for upload may be uploaded already; then no
             # upload follows after which local retention would run.
@@ -329,7 +329,7 @@ class Mirror(UploadThread):
                 self._emit_remote("warning", str(error), step=local[folder].step, folder=folder)
                 self._queue.record_uploaded(local[folder], suspect=str(error))
         with self._changed:
-            self._queue.see(remote, lineage)
+            self._queue.record_listing(remote, lineage)
             attempts = map(str, self._catalog.remote.attempts())
             self._begun |= {*attempts}.intersection(self._queue.folders)
         for folder, lost in self._queue.incomplete.items():
@@ -369,7 +369,7 @@ class Mirror(UploadThread):
 
     def _upload_entry(self, entry: Entry, claim: Claim) -> None:
         folder = entry.folder
-        retries = self._queue.tried(entry)
+        retries = self._queue.count_try(entry)
         self._queue.record_upload_state(entry, "sending")
         try:
             expect_claim(self._remote, claim)
@@ -378,7 +378,7 @@ class Mirror(UploadThread):
             cost = self._sender.upload_checkpoint(
                 folder,
                 epoch=claim.epoch,
-                told=self._progress_of(entry),
+                on_progress=self._progress_of(entry),
                 unclear=self._owner.remote.unclear,
             )
             copy_marks(self._local, self._remote, entry.name)
@@ -427,7 +427,7 @@ class Mirror(UploadThread):
     def _arrived(self, entry: Entry, claim: Claim) -> None:
         is_good = not (entry.manifest.lacks or entry.manifest.unhealthy)
         with self._changed:
-            self._queue.arrived(entry)
+            self._queue.record_arrival(entry)
             if is_good and entry.name.epoch == claim.epoch:
                 self._owner.remote.has_committed = True
             self._finish_upload(entry)
@@ -518,14 +518,14 @@ class Mirror(UploadThread):
             if left := remove_files(self._remote, folder, whole=whole):
                 self._emit("warning", kept_of_others(self._remote, folder, left))
 
-    def _mend(self) -> None:
-        self._may_mend = False
+    def _repair_local(self) -> None:
+        self._may_repair = False
         claim = self._owner.claim
         for folder in sorted(self._catalog.turned):
             if claim is None:
                 return
             try:
-                files = mend(
+                files = repair_checkpoint(
                     self._local,
                     self._remote,
                     folder,
@@ -564,7 +564,7 @@ class Mirror(UploadThread):
     def _forward_event(self, event: Event) -> None:
         """Callback that forwards events of the remote tier's housekeeping."""
         if event.kind == "retracted":
-            self._queue.gone(str(event.fields.get("folder")))
+            self._queue.record_deletion(str(event.fields.get("folder")))
         self._emit_remote(event.kind, event.message, step=event.step, **event.fields)
 
 
@@ -592,10 +592,10 @@ class MirroredOwnership(TieredOwnership):
     def claim_ownership(self, choices: Iterator[Choice]) -> None:
         self.mirror.pause()
         super().claim_ownership(choices)
-        self.mirror.go_on()
+        self.mirror.resume_uploads()
 
 
-def ownership(
+def make_ownership(
     root: object,
     catalog: Catalog,
     rules: TierRules,
@@ -644,7 +644,7 @@ _NUM_THREADS = 4
 _BLOCK_TIMEOUT_S = 600.0
 
 
-def mend(
+def repair_checkpoint(
     local: Store, remote: Store, folder: str, *, epoch: int, background: Background | None = None
 ) -> tuple[str, ...]:
     """Replace damaged and missing files of a local checkpoint; return the names of those replaced.
@@ -663,18 +663,18 @@ def mend(
         remote, local, num_threads=_NUM_THREADS, timeout_s=_BLOCK_TIMEOUT_S, background=background
     )
     pieces_of_file = sender.list_pieces(folder, listing)
-    mended = _mend_keys(local, remote, folder, listing, epoch)
-    if _mend_manifest(local, folder, data, epoch):
-        mended.append(layout.MANIFEST)
+    repaired = _repair_keys(local, remote, folder, listing, epoch)
+    if _repair_manifest(local, folder, data, epoch):
+        repaired.append(layout.MANIFEST)
     problems = verify(bare_local, folder).problems
     for name in dict.fromkeys(p.file for p in problems if p.file in listing.files):
         nbytes = listing.files[name].stored_nbytes
         sender.replace_file(f"{folder}/{name}", nbytes, pieces_of_file(name), epoch=epoch)
-        mended.append(name)
-    if mended:
+        repaired.append(name)
+    if repaired:
         # The rejection was because of the damage.
         _delete_own(bare_local, f"{folder}/{layout.REJECTED}")
-    return tuple(mended)
+    return tuple(repaired)
 
 
 def _delete_own(local: Store, key: str) -> None:
@@ -689,7 +689,9 @@ def _expect_same(listing: Listing, folder: str, *, where: str) -> None:
         raise CorruptData(f"{where}/{folder}: the manifest there belongs to {name}")
 
 
-def _mend_keys(local: Store, remote: Store, folder: str, listing: Listing, epoch: int) -> list[str]:
+def _repair_keys(
+    local: Store, remote: Store, folder: str, listing: Listing, epoch: int
+) -> list[str]:
     """Write a box with the run's current keys for a local checkpoint if no other can be read."""
     sealing_store = sealed(remote)
     if not isinstance(listing, Visible) or sealing_store is None:
@@ -720,7 +722,7 @@ def _expect_committed(local: Store, folder: str) -> None:
         raise NoCheckpoint(f"{local.url}/{folder}: not committed any more")
 
 
-def _mend_manifest(local: Store, folder: str, data: bytes, epoch: int) -> bool:
+def _repair_manifest(local: Store, folder: str, data: bytes, epoch: int) -> bool:
     """Rewrite the local manifest if it cannot be read; return whether that was needed."""
     try:
         register = Catalog(local).read(folder)

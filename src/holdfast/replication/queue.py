@@ -1,6 +1,7 @@
 """Queue of checkpoints to upload to the remote tier; computed from the contents of both tiers.
 
-Makes no request to the remote tier. Upload states are recorded in the local tier.
+Makes no request to the remote tier, and records upload states in the local one. `holds` keeps a
+local copy from deletion while its upload is due (tests/replication/test_mirror.py).
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ class UploadQueue:
         """Whether the remote tier has been listed since the last `clear`."""
         return self._remote is not None
 
-    def see(self, remote: Mapping[str, Candidate], lineage: Collection[tuple[int, int]]) -> None:
+    def record_listing(
+        self, remote: Mapping[str, Candidate], lineage: Collection[tuple[int, int]]
+    ) -> None:
         """Store the listing of the remote tier and the run's `lineage`, and recompute the queue."""
         with self.changed:
             self._remote, self._lineage = dict(remote), {*lineage}
@@ -105,7 +108,7 @@ class UploadQueue:
         elif not self._was_sent(entry):
             self.record_upload_state(entry, "uploaded", sent_nbytes=entry.manifest.nbytes)
 
-    def gone(self, folder: str) -> None:
+    def record_deletion(self, folder: str) -> None:
         """Record that retention has deleted a folder in the remote tier."""
         with self.changed:
             if self._remote is not None:
@@ -143,7 +146,7 @@ class UploadQueue:
                     self.record_upload_state(entry, "waiting")
             self.changed.notify_all()
 
-    def doubt(self) -> None:
+    def mark_unsure(self) -> None:
         """Block local deletion until the next `refresh`: the queue could not be computed."""
         self.is_sure = False
 
@@ -254,13 +257,13 @@ class UploadQueue:
         """Mark that nothing is being uploaded."""
         self.sending = ""
 
-    def tried(self, entry: Entry) -> int:
+    def count_try(self, entry: Entry) -> int:
         """Count one more upload attempt of a checkpoint; return the number before it."""
         before = self._tries.get(entry.folder, 0)
         self._tries[entry.folder] = before + 1
         return before
 
-    def arrived(self, entry: Entry) -> None:
+    def record_arrival(self, entry: Entry) -> None:
         """Record a finished upload and take the checkpoint off the queue."""
         with self.changed:
             assert self._remote is not None, "nothing is sent before the remote tier was seen"

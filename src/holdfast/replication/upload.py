@@ -1,12 +1,11 @@
 """Upload of one checkpoint from one root to another: its stored bytes, its manifest last.
 
-Every block is compared with its digest between the disk and the network, so that damage is never
-uploaded. Encrypted files are uploaded as stored; only the manifest is decrypted. A file appears in
-the other root once it is whole: if a store shows files that are being written, they are written in
-a scratch folder and linked to their name at the end. So an upload never replaces or removes
-anything in a checkpoint's folder, and files that exist need not be uploaded again. Of a local root
-on one host, its files are uploaded, and the upload waits for those that other hosts send.
-tests/crash/test_tiers.py stops, fails or spoils every operation.
+The order in `upload_checkpoint` is rule 9 of docs/design.md (tests/replication/test_upload.py).
+Every block is compared with its digest before it is sent, so damage is never uploaded. Encrypted
+files are uploaded as stored; only the manifest is decrypted. A file appears in the other root once
+it is whole: if a store shows files that are being written, they are written in a scratch folder and
+linked to their name. So files that exist in full length need not be uploaded again. Files on other
+hosts' disks are sent by those hosts.
 """
 
 from __future__ import annotations
@@ -150,13 +149,13 @@ class Sender:
         self._on_progress: Callable[[Cost], None] = lambda cost: None
 
     def upload_checkpoint(
-        self, folder: str, *, epoch: int, told: Callable[[Cost], None], unclear: set[str]
+        self, folder: str, *, epoch: int, on_progress: Callable[[Cost], None], unclear: set[str]
     ) -> Cost:
         """Upload a checkpoint to the remote root, and commit it there under claim `epoch`.
 
-        A checkpoint that it already has is made durable and compared. `told` is a callback with the
-        cost so far, called from several threads. The folder is added to `unclear` if a copy of
-        the manifest's put may still arrive.
+        A checkpoint that it already has is made durable and compared. `on_progress` gets the cost,
+        in several threads. The folder is added to `unclear` if a copy of the manifest's put
+        may still arrive.
 
         Raises:
             NoCheckpoint: it is not committed locally, or was deleted remotely; do not retry.
@@ -168,7 +167,7 @@ class Sender:
             UploadInterrupted: the threads were asked to stop.
         """
         began = time.perf_counter()
-        self._cost, self._on_progress = Cost(), told
+        self._cost, self._on_progress = Cost(), on_progress
         data, listing = self._listing(folder)
         if not self._is_committed(folder):
             self._send_files(folder, listing)

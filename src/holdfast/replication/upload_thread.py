@@ -70,7 +70,7 @@ class Failures:
 
 
 class UploadThread(UploadQueries):
-    """Runs rounds of uploads in one thread, paused until `go_on`."""
+    """Runs rounds of uploads in one thread, paused until `resume_uploads`."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class UploadThread(UploadQueries):
 
     # The thread
 
-    def go_on(self) -> None:
+    def resume_uploads(self) -> None:
         """Drop cached state of both tiers and start uploading; called after each claim."""
         self._clear_cached_facts()
         self._failures = Failures()

@@ -1,9 +1,8 @@
 """Chooses the codec of each file of a save, from the user's `compress` option.
 
-For "auto" a component is compressed if that makes saves shorter. An uncompressed save measures how
-fast the store is, and takes samples of the state. After its commit the codecs are tried on the
-samples. Each component gets the codec with which writing takes the least time, or none. If a later
-save is slower than the uncompressed one, compression is turned off.
+For "auto" an uncompressed save measures how fast the store is, and takes samples of the state.
+After its commit the codecs are tried on the samples. Each component gets the codec with which
+writing takes the least time, or none. If a later save is slower, compression is turned off.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ class CodecTrial:
         return max(self.s_per_byte / num_threads, self.ratio * store_s_per_byte)
 
 
-def tried(compression: Compression, samples: Sequence[Sample]) -> CodecTrial:
+def try_codec(compression: Compression, samples: Sequence[Sample]) -> CodecTrial:
     """Measure size and time of a compression by encoding the samples one after the other."""
     stored = plain = 0
     began = time.perf_counter()
@@ -118,7 +117,7 @@ def tried(compression: Compression, samples: Sequence[Sample]) -> CodecTrial:
     return CodecTrial(compression=compression, ratio=stored / plain, s_per_byte=spent_s / plain)
 
 
-def best(
+def choose_trial(
     trials: Sequence[CodecTrial],
     *,
     store_s_per_byte: float,
@@ -198,8 +197,8 @@ class Chooser:
         num_threads = max(num_cores() // 4, 1)
         found: dict[str, CodecTrial] = {}
         for component, samples in self._samples.items():
-            trials = [tried(each, samples) for each in candidates()] if samples else []
-            trial = best(
+            trials = [try_codec(each, samples) for each in candidates()] if samples else []
+            trial = choose_trial(
                 trials,
                 store_s_per_byte=1 / store_bytes_per_s,
                 plain_s_per_byte=self._plain_s_per_byte,
@@ -312,7 +311,7 @@ class Compressing:
         return self._chooser.observer(component_of(file.name), item_sizes(file))
 
     def record_commit(self, nbytes: int, spent_s: float) -> None:
-        """Record the uncompressed bytes and the seconds of a committed save, for `learn`."""
+        """Record the plain bytes and the seconds of a committed save, for `choose_codecs`."""
         self._written = (nbytes, spent_s)
         self._is_settled = True
 

@@ -1,7 +1,8 @@
-"""Saves by all ranks of a run: their plan, their files and their outcome (decision 0035).
+"""Distributed saves: all ranks agree on a plan, write their files, and learn the outcome.
 
-The leader plans, makes the folder and commits. If a rank is silent, only the manifest's key decides
-whether the save is committed: tests/saving/test_lost_ranks.py loses a rank in every part of a save.
+The leader plans, makes the folder and commits; if it is silent, the manifest's key decides
+(decision 0035). Both sides send and receive the same messages in the same order. A rank that fails
+must report it, or the others wait until the deadline (tests/saving/test_lost_ranks.py).
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ _EQUAL_ADVICE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
+class _KnownPlan:
     """The last plan for some components, as one rank knows it."""
 
     plan_id: str
@@ -156,23 +157,23 @@ class _Known:
 class _RanksSave(SaveParticipant):
     """Common part of a leader's and a follower's save."""
 
-    def __init__(self, together: DistributedSaves, step: int, call: Sequence[object]) -> None:
+    def __init__(self, saves: DistributedSaves, step: int, call: Sequence[object]) -> None:
         super().__init__()
         self._call = tuple(map(repr, call))
         self._recorded: dict[str, str] = {}
         self._warnings: tuple[str, ...] = ()
-        self._together = together
-        self._ranks = together.ranks
+        self._saves = saves
+        self._ranks = saves.ranks
         self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
         self.leads = self._ranks.is_leader
         self._step = step
-        self._name = together.next_name()
-        self._turn = together.num_saves
-        self._num_loads = together.num_loads
-        self._end = self._ranks.now_s() + together.timeout_s
-        waited_s = together.timeout_s if together.may_wait and not self.leads else 0.0
+        self._name = saves.next_name()
+        self._turn = saves.num_saves
+        self._num_loads = saves.num_loads
+        self._end = self._ranks.now_s() + saves.timeout_s
+        waited_s = saves.timeout_s if saves.may_wait and not self.leads else 0.0
         self.patience_s = 2 * GRACE_S + waited_s
-        self._said = "shares"
+        self._fail_part = "shares"
         """Part of the save in which this rank says next that it failed."""
         self._num_notes = 0
         """Notes that the leader has announced until the plan."""
@@ -194,7 +195,7 @@ class _RanksSave(SaveParticipant):
     @property
     def _hosts(self) -> Hosts | None:
         """The hosts, if there are several that have a disk each."""
-        records = self._together.records
+        records = self._saves.records
         found = None if records is None else records.found
         return found if found is not None and len(found.names) > 1 else None
 
@@ -204,7 +205,7 @@ class _RanksSave(SaveParticipant):
     @property
     def _copies(self) -> PartnerCopies | None:
         """Exchange of second copies with the next host; None: there are none."""
-        return None if self._hosts is None else self._together.copies
+        return None if self._hosts is None else self._saves.copies
 
     def copy_to_partner(
         self,
@@ -237,13 +238,13 @@ class _RanksSave(SaveParticipant):
 
     def _start_deadline(self) -> None:
         """Begin the deadline, as the wait for the save before was not a part of this one."""
-        why = self._together.miscounted
+        why = self._saves.miscounted
         if why is not None:
             raise RanksError(
                 f"{why}. Since then ranks number their saves differently: call resume() or load() "
                 "on all of them, or restart them"
             )
-        self._end = self._ranks.now_s() + self._together.timeout_s
+        self._end = self._ranks.now_s() + self._saves.timeout_s
 
     def _left_s(self) -> float:
         return max(self._end - self._ranks.now_s(), 0.0)
@@ -252,14 +253,14 @@ class _RanksSave(SaveParticipant):
         """Watch a wait for ranks; it `begins` the save if they may not have called it yet."""
         tag = self._tag("shares") if begins else None
         call, phase = f"save of step {self._step}", _PHASES.get(part, SavePhase.SHARING)
-        return Watch(self._together.warn, call, tag, phase=phase)
+        return Watch(self._saves.warn, call, tag, phase=phase)
 
     def _make_share(self, captured: Captured) -> Share | Unchanged:
         """Return this rank's share, or that it has not changed; sets what is known of it."""
         self._components, self._state = tuple(captured.components), captured.state
         recorded = digest_records(self._recorded)
         warnings = b"".join(map(digest_warning, self._warnings))
-        known = self._together.known.get(self._components)
+        known = self._saves.known.get(self._components)
         if known is not None and known.own.matches_state(captured):
             self._own, self._part = known.own, known.part
             self._plan_id = known.plan_id
@@ -276,7 +277,7 @@ class _RanksSave(SaveParticipant):
                 warnings,
                 digests,
             )
-        self._own = self._together.make_share(captured)
+        self._own = self._saves.make_share(captured)
         return msgspec.structs.replace(
             self._own.share,
             step=self._step,
@@ -325,7 +326,7 @@ class _RanksSave(SaveParticipant):
         if self._left_s() == 0:
             raise DeadlineExceeded(
                 f"{self._tag(part)} (step {self._step}): save_timeout_s="
-                f"{self._together.timeout_s:g} passed on rank {self.rank} while it waited for "
+                f"{self._saves.timeout_s:g} passed on rank {self.rank} while it waited for "
                 "others. All ranks must call the same saves in the same order"
             )
 
@@ -352,7 +353,7 @@ class _RanksSave(SaveParticipant):
 
     @override
     def begin_to_compare(self) -> None:
-        self._said = "comparison"
+        self._fail_part = "comparison"
 
     @override
     def describe_part(self, staged: Staged) -> OwnPart:
@@ -379,27 +380,27 @@ class _RanksSave(SaveParticipant):
                 "share of the save. The next save makes a new plan"
             )
 
-    def _know(self, plan_id: str) -> None:
+    def _keep_plan(self, plan_id: str) -> None:
         """Keep the plan for later saves of the same components."""
         if plan_id != self._plan_id or self._part is None:
             raise RanksError(
                 f"rank {self.rank}: the leader uses a plan that this rank does not know. The next "
                 "save makes a new plan"
             )
-        known = _Known(plan_id=plan_id, own=self._own, part=self._part)
-        self._together.known[self._components] = known
+        known = _KnownPlan(plan_id=plan_id, own=self._own, part=self._part)
+        self._saves.known[self._components] = known
         self._is_agreed = True
 
     @override
     def report_failure(self, error: BaseException, phase: SavePhase | None = None) -> None:
-        self._together.known.pop(self._components, None)
-        self._together.record_lost_count(error, self._num_loads)
+        self._saves.known.pop(self._components, None)
+        self._saves.record_lost_count(error, self._num_loads)
         self._say_failed(RankFailure.from_error(error, phase=phase or self.progress.phase))
 
     def _say_failed(self, failure: RankFailure) -> None:
         # Ranks that this does not reach learn it at the deadline, from the register.
         with suppress(HoldfastError):
-            self._ranks.fail(self._tag(self._said), failure, timeout_s=_FAIL_S)
+            self._ranks.fail(self._tag(self._fail_part), failure, timeout_s=_FAIL_S)
             self._drop_posts()
 
     def _drop_posts(self) -> None:
@@ -412,9 +413,9 @@ class LeadingSave(_RanksSave):
     _plan: Plan
     _has_planned = False
 
-    def __init__(self, together: DistributedSaves, step: int, call: Sequence[object]) -> None:
-        super().__init__(together, step, call)
-        self._said = "plan"
+    def __init__(self, saves: DistributedSaves, step: int, call: Sequence[object]) -> None:
+        super().__init__(saves, step, call)
+        self._fail_part = "plan"
         self._uncollected = {"shares", "comparison", "files"}
         """Parts in which followers may post or fail unread."""
         self.is_in_doubt = False
@@ -440,19 +441,19 @@ class LeadingSave(_RanksSave):
 
     def _meet_hosts(self) -> None:
         """Learn, before the first save, what each host has."""
-        records = self._together.records
+        records = self._saves.records
         if records is not None and records.found is None:
             self._announce_note(HostsNote())
             records.lead()
-        if self._together.copies is not None and self._hosts is None and self._turn == 1:
-            self._together.warn(
+        if self._saves.copies is not None and self._hosts is None and self._turn == 1:
+            self._saves.warn(
                 "partner=True: all ranks share one host, so there are no second copies"
             )
 
     @override
     def estimate_size(self, captured: Captured) -> SaveSize:
         trees = sum(len(part.tree) for part in captured.components.values())
-        plan = self._together.plans.get(self._components)
+        plan = self._saves.plans.get(self._components)
         if plan is None:
             return super().estimate_size(captured)
         nbytes = plan.nbytes + 2 * trees + 200 * plan.num_tensors
@@ -514,7 +515,7 @@ class LeadingSave(_RanksSave):
     @override
     def announce_verdict(self, *, is_unchanged: bool) -> None:
         self._announce_part("comparison", Verdict(is_unchanged))
-        self._said = "folder"
+        self._fail_part = "folder"
 
     def announce_folder(
         self, store: Store, attempt: SaveAttempt, staged: Staged, links: LinkSource
@@ -528,7 +529,7 @@ class LeadingSave(_RanksSave):
         claim = b"" if self._hosts is None else claim_document(store, attempt.name.epoch)
         note = FolderNote(attempt.folder, attempt.save_id, digests, self._bases, claim, links)
         self._announce_part("folder", note)
-        self._said = "outcome" if self._copies is None else "copy"
+        self._fail_part = "outcome" if self._copies is None else "copy"
         if self._copies is not None:
             self._uncollected.add("written")
 
@@ -537,7 +538,7 @@ class LeadingSave(_RanksSave):
         self._post("written", CopiedPost())
         self._collect_posts("written", CopiedPost)
         self._announce_part("copy", CopiedPost())
-        self._said = "outcome"
+        self._fail_part = "outcome"
 
     def collect_written(self, files: Sequence[OwnFile], staged: Staged) -> Gathered:
         """Collect what all ranks have written, and join their trees. In the save thread."""
@@ -621,7 +622,7 @@ class LeadingSave(_RanksSave):
             if problem
         ]
         if texts:
-            self._together.warn(
+            self._saves.warn(
                 f"{attempt.folder} is committed, and some hosts may not have its index and "
                 f"manifest:\n{listing(texts)}\nUntil it is uploaded it is lost with the leader's "
                 "host"
@@ -632,7 +633,7 @@ class LeadingSave(_RanksSave):
         if not self.is_in_doubt:
             super().report_failure(error, phase)
             return
-        self._together.known.pop(self._components, None)
+        self._saves.known.pop(self._components, None)
         with suppress(HoldfastError):
             doubt = RankFailure.from_error(error, phase=phase or self.progress.phase)
             self._announce_part("outcome", OutcomeNote(doubt=doubt))
@@ -701,13 +702,13 @@ class LeadingSave(_RanksSave):
 
     def _ask_for_texts(self, shares: Sequence[Share | Unchanged]) -> None:
         """Ask for forms that are not known, and for texts of which to warn."""
-        together, asked = self._together, dict[int, RankQuestion]()
-        logged = {digest_warning(text) for text in (*together.logged, *self._warnings)}
+        saves, asked = self._saves, dict[int, RankQuestion]()
+        logged = {digest_warning(text) for text in (*saves.logged, *self._warnings)}
         records = {digest_records(self._recorded)}
         form = self._own.share.form
-        if form not in together.forms:
-            together.forms[form] = decode_form(self._own.form, form)
-        forms = {*together.forms}
+        if form not in saves.forms:
+            saves.forms[form] = decode_form(self._own.form, form)
+        forms = {*saves.forms}
         num_told = num_untold = 0
         for rank, share in enumerate(shares):
             warnings = {
@@ -731,7 +732,7 @@ class LeadingSave(_RanksSave):
             if question != RankQuestion():
                 asked[rank] = question
         if num_untold:
-            together.warn(
+            saves.warn(
                 f"save of step {self._step}: metrics, settings or warnings of {num_untold} more "
                 f"ranks differ from those of rank {LEADER}, and are not logged"
             )
@@ -740,9 +741,9 @@ class LeadingSave(_RanksSave):
             if asked[rank].form:
                 share = shares[rank]
                 assert isinstance(share, Share), "it has a form"
-                together.forms[share.form] = decode_form(answer.form, share.form)
+                saves.forms[share.form] = decode_form(answer.form, share.form)
             if asked[rank].recorded:
-                together.recorded[digest_records(answer.recorded)[:NAMES_NBYTES]] = tuple(
+                saves.recorded[digest_records(answer.recorded)[:NAMES_NBYTES]] = tuple(
                     sorted(answer.recorded)
                 )
         self._compare_records({r: one.recorded for r, one in answers.items() if asked[r].recorded})
@@ -750,14 +751,14 @@ class LeadingSave(_RanksSave):
 
     def _differs(self, recorded: bytes) -> bool:
         """Whether a rank may record a value of which was not warned yet."""
-        names = self._together.recorded.get(recorded[:NAMES_NBYTES])
+        names = self._saves.recorded.get(recorded[:NAMES_NBYTES])
         if not recorded or names is None:
             return bool(recorded)
         return any(
             digest_records({name: self._recorded.get(name, "")})[NAMES_NBYTES:]
             != recorded[place : place + NAMES_NBYTES]
             for number, name in enumerate(names, 1)
-            if name not in self._together.differing
+            if name not in self._saves.differing
             for place in [number * NAMES_NBYTES]
         )
 
@@ -778,12 +779,12 @@ class LeadingSave(_RanksSave):
             for rank, one in others.items():
                 if name in one:
                     ranks.setdefault(one[name], rank)
-            if len(ranks) > 1 and name not in self._together.differing:
-                self._together.differing.add(name)
+            if len(ranks) > 1 and name not in self._saves.differing:
+                self._saves.differing.add(name)
                 values = [f"{text} on rank {rank}" for text, rank in ranks.items()]
                 texts.append(f"{name} is {some_of(values, 4)}")
         if texts:
-            self._together.warn(
+            self._saves.warn(
                 f"save of step {self._step}: ranks have different values, and checkpoints record "
                 f"those of rank {LEADER}:\n{listing(texts)}\nReduce metrics before the save, "
                 "for instance with torch.distributed.all_reduce. Leave out of config "
@@ -792,21 +793,21 @@ class LeadingSave(_RanksSave):
 
     def _log_warnings(self, texts: Mapping[int, Sequence[str]]) -> None:
         """Log the warnings of other ranks that this one has not logged, each once."""
-        logged = self._together.logged
+        logged = self._saves.logged
         logged.update(self._warnings)
         for rank, of_rank in texts.items():
             for text in of_rank:
                 if text not in logged:
                     logged.add(text)
-                    self._together.warn(f"rank {rank}: {text}")
+                    self._saves.warn(f"rank {rank}: {text}")
 
     def _replan(self, shares: Sequence[Share | Unchanged]) -> bool:
         """Plan anew if a share has changed; return whether ranks need their parts."""
-        together = self._together
-        known = together.shares.get(self._components)
+        saves = self._saves
+        known = saves.shares.get(self._components)
         new = [share for share in shares if isinstance(share, Share)]
         if not new:
-            self._plan = together.plans[self._components]
+            self._plan = saves.plans[self._components]
             return False
         if known is None and len(new) < len(shares):
             lacking = next(r for r, share in enumerate(shares) if isinstance(share, Unchanged))
@@ -816,14 +817,14 @@ class LeadingSave(_RanksSave):
             _without_call(share) if isinstance(share, Share) else (known or [])[rank]
             for rank, share in enumerate(shares)
         ]
-        if whole != known or self._components not in together.plans:
-            together.plans.pop(self._components, None)
-            self._plan = Plan(whole, {share.form: together.forms[share.form] for share in whole})
-            together.shares[self._components] = whole
-            together.plans[self._components] = self._plan
-            used = {share.form for of_all in together.shares.values() for share in of_all}
-            together.forms = {form: together.forms[form] for form in used}
-        self._plan = together.plans[self._components]
+        if whole != known or self._components not in saves.plans:
+            saves.plans.pop(self._components, None)
+            self._plan = Plan(whole, {share.form: saves.forms[share.form] for share in whole})
+            saves.shares[self._components] = whole
+            saves.plans[self._components] = self._plan
+            used = {share.form for of_all in saves.shares.values() for share in of_all}
+            saves.forms = {form: saves.forms[form] for form in used}
+        self._plan = saves.plans[self._components]
         return True
 
     def _announce_parts(
@@ -838,7 +839,7 @@ class LeadingSave(_RanksSave):
             self._tag(self._plan_part), messages, timeout_s=max(self._left_s(), _FAIL_S)
         )
         self._num_notes += 1
-        self._said = self._plan_part
+        self._fail_part = self._plan_part
         self._take_part(plan_id, parts[self.rank])
         if not is_compared:
             self._uncollected.discard("digests")
@@ -849,7 +850,7 @@ class LeadingSave(_RanksSave):
 
     def _expect_equal(self, digests: Sequence[bytes]) -> None:
         """Expect that what several ranks hold is equal, as far as they have sampled it."""
-        skipped = self._together.synchronized
+        skipped = self._saves.synchronized
         classes = self._plan.find_differing_classes(digests, skipped)
         if not classes:
             return
@@ -890,14 +891,14 @@ class LeadingSave(_RanksSave):
         claim = owner.claim
         assert claim is not None, "the leader has claimed the run"
         self._announce_part(self._plan_part, PlanNote(self._plan_id, claim, self.compares))
-        self._know(self._plan_id)
-        self._said = "folder"
+        self._keep_plan(self._plan_id)
+        self._fail_part = "folder"
 
     def _announce_note(self, message: msgspec.Struct) -> None:
         """Announce what followers answer before they hear the plan."""
         self._announce_part(self._plan_part, message)
         self._num_notes += 1
-        self._said = self._plan_part
+        self._fail_part = self._plan_part
 
     def _announce_part(self, part: str, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message)
@@ -926,7 +927,7 @@ class FollowingSave(_RanksSave):
         self._start_deadline()
         share = self._make_share(captured)
         self._post("shares", share)
-        self._said = "files"
+        self._fail_part = "files"
 
     @override
     def select_own_part(self, captured: Captured, owner: Ownership) -> Captured:
@@ -945,7 +946,7 @@ class FollowingSave(_RanksSave):
         self, staged: Staged, roots: Mapping[str, str], recorded: Mapping[str, str]
     ) -> bool:
         self._post("comparison", RankComparison.of(staged, roots, recorded))
-        self._said = "files"
+        self._fail_part = "files"
         return self._receive_part("comparison", Verdict).is_unchanged
 
     @property
@@ -968,16 +969,16 @@ class FollowingSave(_RanksSave):
             check_ownership(store, name.epoch, committed=False)
             store.make_folder(note.folder)
         if self._copies is not None:
-            self._said = "written"
+            self._fail_part = "written"
         return SaveAttempt(name=name, save_id=note.save_id)
 
     @override
     def _meet_written(self) -> None:
         self._post("written", CopiedPost())
         self._receive_part("copy", CopiedPost)
-        self._said = "files"
+        self._fail_part = "files"
 
-    def clear_host(self, store: Store, attempt: SaveAttempt, error: Exception) -> None:
+    def remove_host_files(self, store: Store, attempt: SaveAttempt, error: Exception) -> None:
         """Remove the files of a save that certainly fails from this host's own disk."""
         if not self.is_apart or self._hosts is None or not self._hosts.is_host_leader:
             return
@@ -985,12 +986,12 @@ class FollowingSave(_RanksSave):
             if mark_aborted(store, attempt.folder, by="the leader", reason=str(error)[:500]):
                 remove_files(store, attempt.folder, whole=False)
 
-    def expect_going_on(self, store: Store, attempt: SaveAttempt) -> None:
+    def raise_leader_failure(self, store: Store, attempt: SaveAttempt) -> None:
         """Raise why the leader has given up, if it has: it removes what others still write."""
         with suppress(FormatError, SealError, StoreError):
             store.refresh_folder(attempt.folder)
             if isinstance(Catalog(store).read(attempt.folder), Aborted):
-                self._doubt()
+                self._hear_outcome()
 
     def post_files(self, files: Sequence[OwnFile], staged: Staged) -> None:
         """Tell the leader what this rank has written. In the save thread."""
@@ -1007,12 +1008,12 @@ class FollowingSave(_RanksSave):
             # The post may still arrive, and the leader commit: only the outcome is certain.
             self._say_failed(RankFailure.from_error(error, phase=self.progress.phase))
 
-    def outcome(self, store: Store, attempt: SaveAttempt) -> Manifest:
+    def wait_for_outcome(self, store: Store, attempt: SaveAttempt) -> Manifest:
         """In the save thread: wait for the outcome; a silent leader's is in the register."""
         self.progress.enter(SavePhase.COMMITTING, attempt.folder)
         if self.is_apart:
             return self._outcome_apart(store, attempt)
-        error = self._doubt()
+        error = self._hear_outcome()
         if error is not None and not abort_for_silent_leader(
             store, attempt, by=f"rank {self._ranks.rank}", reason=str(error)
         ):
@@ -1054,9 +1055,9 @@ class FollowingSave(_RanksSave):
         hosts = self._hosts
         assert hosts is not None, "there are several hosts"
         try:
-            error = self._doubt()
+            error = self._hear_outcome()
         except RanksFailed as failure:
-            self.clear_host(store, attempt, failure)
+            self.remove_host_files(store, attempt, failure)
             raise
         if error is not None:
             raise OutcomeUnknown(
@@ -1085,7 +1086,7 @@ class FollowingSave(_RanksSave):
         with suppress(HoldfastError):  # the leader warns
             self._post("copied", CopiedPost(problem))
 
-    def _doubt(self) -> RanksError | None:
+    def _hear_outcome(self) -> RanksError | None:
         """Hear the outcome; return why it is in doubt, or None after a commit."""
         tag = self._tag("outcome")
         try:
@@ -1108,34 +1109,34 @@ class FollowingSave(_RanksSave):
         `captured` if this rank has not staged it: else its values may have changed since.
         """
         while not isinstance(note := self._receive_note(), PlanNote):
-            said = self._said
+            fail_part = self._fail_part
             if isinstance(note, WaitNote):
-                self._end = self._ranks.now_s() + 2 * self._together.timeout_s
+                self._end = self._ranks.now_s() + 2 * self._saves.timeout_s
                 continue
             if isinstance(note, ProbeNote):
-                self._said = "probe"
-                self._post("probe", self._together.look(note.folder))
+                self._fail_part = "probe"
+                self._post("probe", self._saves.look(note.folder))
             elif isinstance(note, HostsNote):
-                assert self._together.records is not None, "each host has a disk"
-                self._together.records.follow()
+                assert self._saves.records is not None, "each host has a disk"
+                self._saves.records.follow()
             elif isinstance(note, QuestionNote):
-                self._said = f"answers {self._num_notes}"
-                self._post(self._said, self._answer(note.asked.get(self.rank)))
+                self._fail_part = f"answers {self._num_notes}"
+                self._post(self._fail_part, self._answer(note.asked.get(self.rank)))
             else:
-                self._said = "digests" if note.is_compared else said
+                self._fail_part = "digests" if note.is_compared else fail_part
                 self._take_part(note.plan_id, note.part)
                 if note.is_compared:
                     self._post("digests", self._digests_post(captured))
-            self._said = said
+            self._fail_part = fail_part
         self.compares = note.compares
         owner.adopt(note.claim)
-        self._know(note.plan_id)
+        self._keep_plan(note.plan_id)
 
     def _receive_note(self) -> LeaderNote:
         kind: Any = LeaderNote
         note: LeaderNote = self._receive_part(self._plan_part, kind)
         if self._has_waited:
-            self._end = self._ranks.now_s() + self._together.timeout_s
+            self._end = self._ranks.now_s() + self._saves.timeout_s
         self._has_waited = isinstance(note, WaitNote)
         self._num_notes += 1
         return note
@@ -1189,7 +1190,7 @@ class DistributedSaves:
         self.warn = warn
         self.timeout_s = timeout_s
         self.may_wait = may_wait
-        self.known: dict[tuple[str, ...], _Known] = {}
+        self.known: dict[tuple[str, ...], _KnownPlan] = {}
         self.shares: dict[tuple[str, ...], list[Share]] = {}
         """The leader's: shares of all ranks behind its last plan, by components."""
         self.plans: dict[tuple[str, ...], Plan] = {}
@@ -1225,7 +1226,7 @@ class DistributedSaves:
         """Number of the last save, which all ranks count alike."""
         return self._count
 
-    def count_anew(self) -> None:
+    def restart_count(self) -> None:
         """Number the saves from 1 again, at the beginning of a load by all ranks."""
         self.num_loads += 1
         self._count = 0
@@ -1240,7 +1241,7 @@ class DistributedSaves:
                 self.miscounted = f"rank {rank} raised {reason} in {phase}"
 
     @contextmanager
-    def one_save(self) -> Iterator[None]:
+    def counted_save(self) -> Iterator[None]:
         """Count exactly one save in the `with` block; if it fails to begin, tell the others."""
         before = self._count
         try:
@@ -1251,12 +1252,12 @@ class DistributedSaves:
                 self.start_joint_save(-1).report_failure(error, SavePhase.CALLED)
             raise
 
-    def know_due(self, is_due: bool) -> None:
+    def note_due(self, is_due: bool) -> None:
         """Note whether a save is due in this call of `maybe_save`, as all ranks find alike."""
         self._is_due_known, self._is_due = True, is_due
 
     @contextmanager
-    def one_call(self) -> Iterator[None]:
+    def counted_call(self) -> Iterator[None]:
         """Tell the others if a `maybe_save` fails before it begins a save that may be due."""
         if self._refused is not None:
             self._lose_count(self._refused, SavePhase.UNRECORDED)

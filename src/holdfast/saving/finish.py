@@ -1,8 +1,8 @@
-"""Completion of a save that a dead training has staged whole, in its term (decision 0069).
+"""Commits a save that a dead training has staged whole in shared memory (decision 0069).
 
-If another process owns the run by now, nothing is committed (tests/saving/test_finish.py).
-`holdfast run --memory` starts `python -m holdfast.saving.finish FOLDER` when its command has ended,
-and for the folder of a killed `holdfast run`.
+`holdfast run --memory` starts `python -m holdfast.saving.finish FOLDER` after its command, and for
+the folder of a killed `holdfast run`. It uses the dead process's claim: only if all ranks are
+proven dead and nobody has claimed since (tests/saving/test_finish.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Staging in the shared memory of `holdfast run --memory`, with a record of each whole state.
+"""Staging in the shared memory of `holdfast run --memory`, so that it outlives the process.
 
-From the record, another process can write and commit the save (decision 0069).
-`saving.finish` does that when the training is dead, and `loading.staged_blocks` reads the memory.
+A record says that the memory holds one whole state (decision 0069). From it `saving.finish` commits
+the save of a dead training, and `loading.staged_blocks` reads the memory. It must be withdrawn
+before the memory changes (tests/loading/test_staged_blocks.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sharing of unchanged files with an earlier checkpoint by hard links (docs/decisions/0014).
 
-Each checkpoint must load after all others were deleted (tests/test_links.py).
+Never in the newest two complete checkpoints, and only after a read-back (tests/test_links.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A save as its ranks share it: that of the only rank, and the files and tables of all."""
+"""One rank's side of a save: `SaveParticipant`, here of a single process, and files it wrote."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class SaveParticipant:
         return roots == recorded
 
     def announce_verdict(self, *, is_unchanged: bool) -> None:
-        """Tell the followers what `is_unchanged` returns to them. In the save thread."""
+        """Tell the followers what `matches_checkpoint` returns to them. In the save thread."""
 
     def describe_part(self, staged: Staged) -> OwnPart:
         """Describe what this rank writes, once the plan is agreed on. In any thread."""

@@ -1,4 +1,4 @@
-"""Findings of a preflight in the root, as the hosts of all ranks see it: rights, and free space."""
+"""Preflight results of all ranks: rights in the root, and whether a save fits on each disk."""
 
 from __future__ import annotations
 

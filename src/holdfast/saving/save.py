@@ -1,7 +1,7 @@
 """Writes and commits one staged state: blocks in parallel, then the index, then the manifest.
 
 The order is invariant 2: every file durable and of its planned size before the manifest is put.
-tests/crash/test_write_order.py checks it in system calls.
+tests/crash/test_write_order.py checks it on the system calls of real saves.
 """
 
 from __future__ import annotations
@@ -228,8 +228,8 @@ def _write_as_follower(
             check_sizes(files)
         joint.copy_to_partner(tools.store, attempt, files.own, files.held, tools.writers)
     except HoldfastError as error:
-        joint.expect_going_on(tools.store, attempt)
-        joint.clear_host(tools.store, attempt, error)
+        joint.raise_leader_failure(tools.store, attempt)
+        joint.remove_host_files(tools.store, attempt, error)
         if joint.is_apart or not isinstance(error, NotFound):
             raise
         raise NotShared(
@@ -238,7 +238,7 @@ def _write_as_follower(
         ) from error
     request.timings["write_s"] = time.perf_counter() - began
     joint.post_files(files.own, staged)
-    manifest = joint.outcome(tools.store, attempt)
+    manifest = joint.wait_for_outcome(tools.store, attempt)
     files.record_commit(request, is_healthy=not manifest.unhealthy)
     return attempt, manifest
 

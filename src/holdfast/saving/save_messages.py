@@ -1,6 +1,6 @@
 """Messages between the ranks of one save (decision 0035).
 
-A note is announced by the leader to all ranks; a post is sent to the leader by one rank.
+The leader announces notes to all ranks; a rank posts to the leader. All run the same release.
 """
 
 from __future__ import annotations

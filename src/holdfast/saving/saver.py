@@ -1,7 +1,7 @@
 """Runs one save at a time: staged in the caller's thread, written and committed in the background.
 
 An error is kept until it is raised once: by `PendingSave.wait`, by the next call, by close, or at
-the interpreter's exit.
+the interpreter's exit (tests/test_manager.py).
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Saver:
         return pending
 
     def _fail_start(self, pending: PendingSave, staged: Staged, error: BaseException) -> None:
-        """Set the error that `start` raises as the result of the save's futures and its copy."""
+        """Set the error that `start_save` raises as the result of the futures and the copy."""
         staged.transfer.cancel_copying(error)
         self._staged = staged
         if self._overlapped is None:

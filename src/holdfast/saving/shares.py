@@ -1,7 +1,8 @@
-"""Shares of a save by several ranks: leaves and boxes that each rank holds, and files it writes.
+"""Who writes what in a distributed save: boxes (slices of tensors) that ranks hold, and the plan.
 
 The leader makes a `Plan` from the `Share` of each rank: `state.shardplan` chooses who writes which
-box. Messages are sent by `saving.distributed`.
+box. `saving.finish` makes the plan again from stored shares, so it must depend on nothing else
+(tests/saving/test_finish.py). Messages are sent by `saving.distributed`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Detects saves off a step boundary, whose state is not that between two optimizer steps.
+"""Detects saves whose state is not a state between two optimizer steps.
 
 Three kinds: gradients are under way (an accumulation window is open), an optimizer's step was cut
 short or is running, or other weights are in the model for a while, such as an average. Per step

@@ -1,6 +1,6 @@
-"""Saves of a loop of one's own for rules `Best`: the best value may be measured between two saves.
+"""Saves that `maybe_save` makes because a validation metric is one that a rule `Best` would keep.
 
-What a trainer or a bridge validates is saved by these themselves.
+Trainers and bridges make these saves themselves.
 """
 
 from __future__ import annotations

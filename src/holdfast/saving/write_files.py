@@ -1,9 +1,8 @@
 """Writes the files of a save: threads write blocks while others hash and encode them.
 
-Digests and writes are separate jobs for separate threads. Neither waits for the other, so the disk
-is always busy: if it is slower than hashing, cores are idle, not the disk. Blocks of compressed
-files are encoded by the threads that hash, and packed and written in order. This module handles
-keys and bytes, not tensors.
+Digests and writes are separate jobs for separate threads, and neither waits for the other. Encoded
+blocks are packed and written in order. After an error nothing may write any more
+(tests/saving/test_write_files.py). This module handles keys and bytes, not tensors.
 """
 
 from __future__ import annotations

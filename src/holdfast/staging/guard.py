@@ -2,8 +2,8 @@
 
 With overlap a save returns while parameters and optimizer slots are still being copied. Code that
 changes them has to wait first: optimizers in a hook that torch calls before every step, all others
-by a call of `StepGuard.wait` (the manager's `fence()`). A change without that wait is detected when
-the copy ends, and fails the save.
+by `StepGuard.wait_before_change` (the manager's `fence()`). A change without that wait is detected
+when the copy ends, and fails the save (tests/staging/test_guard.py).
 """
 
 from __future__ import annotations

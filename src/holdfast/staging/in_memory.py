@@ -1,8 +1,7 @@
 """Copying of a state, by several threads, into host memory that later saves reuse (images).
 
-A copy task copies bytes by address, or a tensor by torch, or waits for a device. Tasks are made in
-order, and the writing thread waits for each block: so blocks are written while later ones are still
-being copied.
+A copy task copies bytes by address, or a tensor by torch, or waits for a device. Tasks run in
+order, and blocks are written while later ones are still being copied.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class KnownFile:
         for number in numbers:
             self.digests[number] = None
 
-    def doubt(self) -> None:
+    def discard_digests(self) -> None:
         """Discard all digests after a failed save, as its threads may still be copying."""
         # A new list: such a thread writes into the old one.
         self.digests = [None] * len(self.digests)

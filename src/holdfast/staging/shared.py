@@ -1,6 +1,6 @@
-"""Files in the folder of a supervisor, in shared memory: what managers stage outlives them.
+"""Shared-memory folder of `holdfast run --memory`, in which staged states outlive their process.
 
-`holdfast run --memory` makes the folder, with its budget. Each manager has a subfolder with its
+The supervisor makes the folder, with its budget. Each manager has a subfolder with its
 arenas, the digests of their blocks, and a record while they hold one whole state (decision 0069).
 Without torch.
 """

@@ -131,7 +131,7 @@ class Stager:
 
         The next call overwrites the images. Images of components that it lacks are kept for a save
         that has them again. Tensors in `overlapped`, keys by component, are copied by
-        `ImageTransfer.run_later`, the others by `ImageTransfer.copy_tensors`. With `is_awaited`
+        `ImageTransfer.run_later`, the others by `ImageTransfer.run_now`. With `is_awaited`
         writing begins during the copies, which delays them and shortens the whole save.
         """
         if self.takes_waves(captured):
@@ -209,7 +209,7 @@ class Stager:
     def discard_failed(self, staged: Staged) -> None:
         """Discard digests and buffers that the threads of a failed save may still use."""
         for known in staged.all_files:
-            known.doubt()
+            known.discard_digests()
         self._pool = None
 
     def record_changed_tensors(self, staged: Staged) -> None:

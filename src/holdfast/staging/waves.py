@@ -1,8 +1,7 @@
 """Staging in waves: a few blocks at a time, for a state larger than the memory budget.
 
-Some blocks are copied, hashed and written, and their memory is reused for the next ones. The state
-must not change before the last block is copied, so training waits until then: less memory costs
-the time of the write.
+The memory of written blocks is reused for the next ones. The state must not change before the last
+block is copied, so training waits until then (tests/staging/test_waves.py).
 """
 
 from __future__ import annotations
