@@ -1,6 +1,7 @@
 """Sharing of unchanged files with an earlier checkpoint by hard links (docs/decisions/0014).
 
-Never in the newest two complete checkpoints, and only after a read-back (tests/test_links.py).
+The newest two checkpoints never share a file, and a shared one is read back before
+(tests/test_links.py).
 """
 
 from __future__ import annotations
