@@ -559,7 +559,9 @@ class ModulePlan(LoadPlan):
         if reason is None or reason in PASSING:
             problems.missing.append(path)
         else:
-            problems.notes.append(f"{path}: not loaded, as no checkpoint can hold it: {reason}")
+            problems.notes.append(
+                f"{path}: keeps its value, as no checkpoint can hold it: {reason}"
+            )
 
     def _is_deselected(self, wishes: Wishes, *names: str) -> bool:
         selection, component = wishes.selection, self._component
