@@ -102,7 +102,7 @@ def test_a_damaged_index_is_an_error_only_for_tensors(holdfast: Command, root: P
     assert holdfast("show", root).code == 0
     result = holdfast("show", root, "--tensors")
     assert result.code == 1
-    assert "index.json: other bytes than written" in result.err
+    assert "index.json: its bytes have changed" in result.err
 
 
 def test_a_damaged_manifest_is_an_error(holdfast: Command, root: Path) -> None:

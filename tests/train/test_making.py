@@ -72,9 +72,9 @@ layer = nn.Linear(4, 1)
     ("options", "message"),
     [
         ({"model": 5}, "model=5"),
-        ({"model": lambda: 5, "optimizer": adam}, "gave a int"),
+        ({"model": lambda: 5, "optimizer": adam}, "returned a int"),
         ({"optimizer": 5}, "optimizer=5"),
-        ({"optimizer": lambda model: 5}, "gave a int"),
+        ({"optimizer": lambda model: 5}, "returned a int"),
         (
             {"model": network, "optimizer": torch.optim.SGD([torch.zeros(1)], lr=1.0)},
             "one for the optimizer",

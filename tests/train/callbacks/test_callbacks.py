@@ -191,7 +191,7 @@ def test_everything_wrong_is_told_at_once() -> None:
     wrong = made(Callback, "Misspelt", on_fit=lambda self: None)
     with pytest.raises(UsageError) as raised:
         together(print, wrong, wrong)
-    for part in ("not a holdfast", "given twice", "Misspelt.on_fit"):
+    for part in ("not a holdfast", "passed twice", "Misspelt.on_fit"):
         assert part in str(raised.value)
 
 
