@@ -176,6 +176,16 @@ def test_every_page_has_one_place_in_the_navigation() -> None:
     )
 
 
+def test_every_test_that_the_source_names_exists() -> None:
+    named = {
+        (name.rstrip("."), path.relative_to(ROOT).as_posix())
+        for path in (ROOT / "src").rglob("*.py")
+        for name in re.findall(r"tests/[\w./]+", path.read_text("utf-8"))
+    }
+    assert len(named) > 30
+    assert [each for each in sorted(named) if not (ROOT / each[0]).exists()] == []
+
+
 def test_every_decision_is_listed() -> None:
     folder = ROOT / "docs" / "decisions"
     listed = re.findall(r"\((\d{4}-[\w-]+\.md)\)", (folder / "index.md").read_text("utf-8"))

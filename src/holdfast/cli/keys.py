@@ -109,7 +109,7 @@ def generate(path: Path, *, pair: bool) -> Answer:
     """Write a new secret key to a new file."""
     key = new_key("private" if pair else "secret")
     _write_key_file(path, key.text, mode=0o600)
-    lines = [f"{path}: {key.name}", "Keep a copy in a safe place: without it, all data is lost"]
+    lines = [f"{path}: {key.name}", "Keep a copy in a safe place: nothing is decrypted without it"]
     public = path.with_name(f"{path.name}.pub") if isinstance(key, PrivateKey) else None
     if isinstance(key, PrivateKey) and public is not None:
         _write_key_file(public, key.public.text, mode=0o644)

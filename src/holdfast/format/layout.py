@@ -1,6 +1,6 @@
 """Makes and parses the names of all keys in a root (docs/format.md, section 1).
 
-Checkpoints of earlier releases have these names, so none may change (tests/golden).
+Existing checkpoints have these names, so none may change (tests/golden).
 """
 
 from __future__ import annotations

@@ -748,7 +748,7 @@ class Search:
             emit(
                 "warning",
                 f"{key} is damaged or missing. If that process resumed an older checkpoint by "
-                f"name, only this record showed it. The run continues from {start}; if that is "
-                "wrong, resume the right one by name",
+                f"name, that may be recorded nowhere else. The run continues from {start}; if "
+                "that is wrong, resume the right one by name",
                 epoch=unread,
             )

@@ -25,7 +25,7 @@ Obstacle: TypeAlias = Literal[
 were dropped. `not opened`: encrypted for other keys, of a newer version, or not encrypted where
 that is refused."""
 Outcome: TypeAlias = Literal["taken", "passed over", "in reserve", "left behind"]
-_UNCOMMITTED = "a save in progress, or the rest of a killed one, for gc"
+_UNCOMMITTED = "a save in progress, or leftovers of a killed one, which gc removes"
 Check: TypeAlias = Callable[[str], str]
 """Reads a checkpoint in full and says what is wrong with it; empty if nothing is."""
 

@@ -1,4 +1,4 @@
-"""Decides at which validations to save: those whose state a retention rule `Best` would keep.
+"""Chooses validations that trigger a save: a retention rule `Best` would keep their state.
 
 An interval of saves and one of validations may never meet, and then a rule `Best` would find its
 metric in no checkpoint.

@@ -1,7 +1,7 @@
 """Retention decisions: which checkpoints to keep, and why. A pure function of the records.
 
-Deciding deletes nothing; a dry run, a report and a deletion share the same decisions. What no rule
-may delete is decided here (tests/policy/test_retention.py); the rules are in `policy.rules`.
+Deciding deletes nothing; a dry run, a report and a deletion share the same decisions. Here are
+the cases that no rule may delete (tests/policy/test_retention.py); rules are in `policy.rules`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Sharing of unchanged files with an earlier checkpoint by hard links (docs/decisions/0014).
 
-The newest two checkpoints never share a file, and a shared one is read back before
+The newest two checkpoints never share a file. A file is read back before it is shared
 (tests/test_links.py).
 """
 

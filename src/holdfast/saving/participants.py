@@ -1,4 +1,4 @@
-"""One rank's side of a save: `SaveParticipant`, here of a single process, and files it wrote."""
+"""`SaveParticipant`: a rank's side of a save, here in a run of one process, and its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who writes what in a distributed save: boxes (slices of tensors) that ranks hold, and the plan.
+"""Plan of a distributed save: the boxes (slices of tensors) of each rank, and their writers.
 
 The leader makes a `Plan` from the `Share` of each rank: `state.shardplan` chooses who writes which
 box. `saving.finish` makes the plan again from stored shares, so it must depend on nothing else

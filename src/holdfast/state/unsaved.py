@@ -97,7 +97,7 @@ class UnsavedBuffers:
         self.watch_new_buffers()
 
     def watch_new_buffers(self) -> None:
-        """Watch buffers that the module got since, too."""
+        """Also watch buffers that were added to the module since."""
         for path, inner, name, buffer in buffers_of(self._module):
             if path not in self._changed and path not in self._watched:
                 self._watched[path] = _Watched(

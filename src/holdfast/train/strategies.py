@@ -1,8 +1,8 @@
 """How several ranks train one model: DDP, FSDP2, or a model that the caller has sharded.
 
 A strategy prepares the model, and says for each batch whether its backward pass exchanges
-gradients. Everything is done by torch's own calls. Resumes are exact in
-the last digits of sums only if DDP's buckets never change (tests/train/parallel/test_exact.py).
+gradients. Everything is done by torch's own calls. A resume gives the same last digits of sums only
+if DDP's buckets never change (tests/train/parallel/test_exact.py).
 """
 
 from __future__ import annotations

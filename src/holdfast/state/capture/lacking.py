@@ -298,7 +298,7 @@ def find_unsavable_leaves(state: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def count_slots(state: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Count slots, in microseconds: other numbers mean that an optimizer has made further ones."""
+    """Count slots of each optimizer, to notice new ones; takes microseconds."""
     return [_num_slots(value) for value in state.values() if isinstance(value, Optimizer)]
 
 
